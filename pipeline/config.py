@@ -1,0 +1,285 @@
+"""The configuration, as plain dataclasses: what every key means, its unit, and its default.
+
+Defaults of mechanism live here. Choices that shape the data (which model, how it samples, how much is kept) live in
+the YAML files under ``conf/``. Nothing below ``cli`` sees anything but these classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional, Union
+
+from pipeline.errors import InputError
+
+SOURCES = ("hub", "bundled")
+TURNS = ("first", "last", "all")
+ENGINE_KINDS = ("cpu", "gpu", "attach", "openai")
+WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
+IO_BACKENDS = ("kernel", "direct")
+
+
+@dataclass
+class RunConfig:
+    """``extend`` lets a finished or running folder grow to a larger ``dataset.limit``; ``drain_s`` is how long
+    answers in flight may take to finish after the first SIGINT or SIGTERM."""
+
+    name: str = ""
+    dir: str = ""
+    extend: bool = False
+    drain_s: float = 60.0
+
+
+@dataclass
+class DatasetConfig:
+    """Where prompts come from. ``path`` is a hub id, or a local file or folder; ``subset`` a hub configuration."""
+
+    name: str = ""
+    path: str = ""
+    subset: Optional[str] = None
+    split: str = "train"
+    source: str = "hub"
+    limit: Optional[int] = None
+    turns: str = "first"
+    samples: int = 1
+
+
+@dataclass
+class ModelConfig:
+    """The target. ``tokenizer`` is the folder or hub id of the tokenizer where it is not ``path``;
+    ``context_length`` (tokens) overrides what the engine and the model's own configuration say."""
+
+    name: str = ""
+    path: str = ""
+    served_name: Optional[str] = None
+    tokenizer: Optional[str] = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    context_length: Optional[int] = None
+
+
+@dataclass
+class HiCacheConfig:
+    """SGLang's hierarchical KV cache. ``ratio`` is host tokens per device token; ``size_gb`` (1e9 bytes, per rank)
+    overrides it."""
+
+    enabled: bool = True
+    ratio: Optional[float] = None
+    size_gb: Optional[int] = None
+    write_policy: str = "write_through"
+    io_backend: str = "kernel"
+    mem_layout: str = "layer_first"
+
+
+@dataclass
+class EngineConfig:
+    """Engines: ``cpu`` and ``gpu`` are started here, ``attach`` and ``openai`` are used where they run.
+
+    ``urls``: base addresses of engines that run already. ``replicas``: engines to start; ``port``: of the first of
+    them, 0 picks free ones. ``args``: further SGLang flags, which win over those made from the keys here. ``env``:
+    environment added to the engine's. ``python``: the interpreter that has SGLang (default: this one).
+    ``max_total_tokens``: size of the KV pool in tokens. ``api_key_env``: the environment variable that holds the
+    key of an OpenAI-compatible server. Times in seconds.
+    """
+
+    kind: str = "cpu"
+    urls: list[str] = field(default_factory=list)
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    python: Optional[str] = None
+    dtype: str = "auto"
+    tp_size: int = 1
+    hicache: HiCacheConfig = field(default_factory=HiCacheConfig)
+    max_total_tokens: Optional[int] = None
+    mem_fraction_static: Optional[float] = None
+    check_model: bool = True
+    api_key_env: str = "OPENAI_API_KEY"
+    start_timeout_s: float = 1800.0
+    stop_timeout_s: float = 30.0
+
+    @property
+    def started_here(self) -> bool:
+        """Whether the engines are processes of ours."""
+        return self.kind in ("cpu", "gpu")
+
+
+@dataclass
+class SamplingConfig:
+    """How the target samples. ``top_k`` -1 keeps the whole vocabulary; ``seed`` None leaves the draw to the engine."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_new_tokens: int = 4096
+    seed: Optional[int] = None
+    segment_tokens: int = 0
+
+
+@dataclass
+class CaptureConfig:
+    """What is kept of the distribution at each generated position: the ``top_k`` largest entries, 0 for none."""
+
+    top_k: int = 20
+    allow_scaled: bool = False
+
+
+@dataclass
+class ClientConfig:
+    """``concurrency``: requests in flight per engine. ``timeout_s``: one request, from sending to the last byte.
+    ``max_attempts``: requests made for one prompt before it is a failure."""
+
+    concurrency: int = 64
+    max_attempts: int = 5
+    timeout_s: float = 3600.0
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+
+
+@dataclass
+class StoreConfig:
+    """``sync_interval_s``: the longest an outcome waits for its fsync. ``min_free_gb`` (1e9 bytes): a run is not
+    started with less disk than this."""
+
+    rows_per_shard: int = 2000
+    sync_interval_s: float = 1.0
+    compression: str = "zstd"
+    compression_level: int = 3
+    min_free_gb: float = 1.0
+
+
+@dataclass
+class ExportConfig:
+    """``dir``: where the files go (default: a folder of the run); ``max_length``: rows longer than this many tokens
+    are left out, counted and listed."""
+
+    to: str = ""
+    dir: Optional[str] = None
+    max_length: Optional[int] = None
+
+
+@dataclass
+class ProfileConfig:
+    """What a profile says of itself; shown in the first line of a run."""
+
+    name: str = ""
+    note: str = ""
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def check(config: Config) -> None:
+    """Checks what types alone do not say.
+
+    Raises:
+        InputError: naming the first key at fault and the values it takes.
+    """
+    _one_of("dataset.source", config.dataset.source, SOURCES)
+    _one_of("dataset.turns", config.dataset.turns, TURNS)
+    _at_least("dataset.samples", config.dataset.samples, 1)
+    if config.dataset.limit is not None:
+        _at_least("dataset.limit", config.dataset.limit, 1)
+
+    engine = config.engine
+    _one_of("engine.kind", engine.kind, ENGINE_KINDS)
+    _one_of("engine.hicache.write_policy", engine.hicache.write_policy, WRITE_POLICIES)
+    _one_of("engine.hicache.io_backend", engine.hicache.io_backend, IO_BACKENDS)
+    _at_least("engine.replicas", engine.replicas, 1)
+    _at_least("engine.tp_size", engine.tp_size, 1)
+    _between("engine.port", engine.port, 0, 65535)
+    if engine.hicache.ratio is not None and engine.hicache.ratio <= 1.0:
+        raise InputError("engine.hicache.ratio", f"{engine.hicache.ratio} is too small", "a number above 1")
+    if engine.hicache.size_gb is not None:
+        _at_least("engine.hicache.size_gb", engine.hicache.size_gb, 1)
+    if engine.max_total_tokens is not None:
+        _at_least("engine.max_total_tokens", engine.max_total_tokens, 64)
+    if engine.mem_fraction_static is not None and not 0.0 < engine.mem_fraction_static < 1.0:
+        raise InputError("engine.mem_fraction_static", f"{engine.mem_fraction_static} is out of range", "0 < x < 1")
+    if not engine.started_here and not engine.urls:
+        raise InputError("engine.urls", f"engine={engine.kind} needs the address of at least one running engine",
+                         "engine.urls=[http://HOST:PORT,...]")
+    for url in engine.urls:
+        if not url.startswith(("http://", "https://")):
+            raise InputError("engine.urls", f"{url!r} is not an address", "http://HOST:PORT or https://HOST:PORT")
+
+    sampling = config.sampling
+    if not sampling.temperature >= 0.0:
+        raise InputError("sampling.temperature", f"{sampling.temperature} is negative", "0 or more")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise InputError("sampling.top_p", f"{sampling.top_p} is out of range", "0 < x <= 1")
+    if sampling.top_k != -1:
+        _at_least("sampling.top_k", sampling.top_k, 1)
+    _between("sampling.min_p", sampling.min_p, 0.0, 1.0)
+    _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+    if sampling.segment_tokens != 0:
+        raise InputError("sampling.segment_tokens", "answers in segments are not built yet", "0")
+    _between("capture.top_k", config.capture.top_k, 0, 1000)
+    _at_least("client.concurrency", config.client.concurrency, 1)
+    _at_least("client.max_attempts", config.client.max_attempts, 1)
+    _above_zero("client.timeout_s", config.client.timeout_s)
+    _at_least("store.rows_per_shard", config.store.rows_per_shard, 1)
+    _above_zero("store.sync_interval_s", config.store.sync_interval_s)
+
+
+def content_settings(config: Config) -> dict[str, Any]:
+    """The settings that decide what a row holds, as plain values: those that the fingerprint covers."""
+    return {
+        "dataset": asdict(config.dataset),
+        "model": asdict(config.model),
+        "sampling": asdict(config.sampling),
+        "capture": asdict(config.capture),
+    }
+
+
+def fingerprint(config: Config) -> str:
+    """SHA-256 (hex) over the content settings, as canonical JSON."""
+    text = json.dumps(content_settings(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ between two nested mappings, with both values (None where absent)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[prefix + key] = (old, new)
+    return found
+
+
+def _one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise InputError(key, f"{value!r} is not known", accepted)
+
+
+def _at_least(key: str, value: Union[int, float], least: int) -> None:
+    if value < least:
+        raise InputError(key, f"{value} is too small", f"{least} or more")
+
+
+def _above_zero(key: str, value: float) -> None:
+    if value <= 0:
+        raise InputError(key, f"{value} is too small", "a number above 0")
+
+
+def _between(key: str, value: Union[int, float], low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InputError(key, f"{value} is out of range", f"{low} to {high}")
