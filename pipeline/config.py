@@ -212,8 +212,11 @@ def check(config: Config) -> None:
     if engine.mem_fraction_static is not None and not 0.0 < engine.mem_fraction_static < 1.0:
         raise InputError("engine.mem_fraction_static", f"{engine.mem_fraction_static} is out of range", "0 < x < 1")
     if not engine.started_here and not engine.urls:
-        raise InputError("engine.urls", f"engine={engine.kind} needs the address of at least one running engine",
-                         "engine.urls=[http://HOST:PORT,...]")
+        raise InputError(
+            "engine.urls",
+            f"engine={engine.kind} needs the address of at least one running engine",
+            "engine.urls=[http://HOST:PORT,...]",
+        )
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):
             raise InputError("engine.urls", f"{url!r} is not an address", "http://HOST:PORT or https://HOST:PORT")

@@ -48,3 +48,11 @@ class EngineDown(PipelineError):
 
 class StoreError(PipelineError):
     """The run folder could not be written, or what is in it is not what was written."""
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group, however deep it lies; the others were its consequences or its like."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

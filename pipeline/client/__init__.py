@@ -1,0 +1,1 @@
+"""One prompt -> one completion or one failure, over HTTP."""

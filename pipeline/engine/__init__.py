@@ -1,0 +1,1 @@
+"""SGLang processes: starting, watching, asking, and choosing between them."""

@@ -1,0 +1,249 @@
+"""The run: prompts -> engine -> client -> store.
+
+The invariant that the whole program is built around: every prompt taken from a dataset ends in exactly one durable
+outcome, a completion or a recorded failure, never two, never none, whatever is killed and whenever. Here it rests on
+three things: the feed hands a prompt out only if the folder has no outcome for it; a worker records the outcome of
+each prompt it takes before it takes another; and a worker that is interrupted records nothing, so that the prompt
+is handed out again next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from pipeline import logs
+from pipeline.client.complete import Answered, Completer, to_completion
+from pipeline.client.endpoint import Endpoint
+from pipeline.client.generate import GenerateClient
+from pipeline.config import Config, content_settings, fingerprint
+from pipeline.engine.fleet import Fleet
+from pipeline.engine.probe import logprob_semantics
+from pipeline.engine.supervise import open_fleet, watch
+from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, first_error
+from pipeline.feed import PromptFeed
+from pipeline.progress import Progress
+from pipeline.prompts import read_prompts
+from pipeline.prompts.count import expected_prompts
+from pipeline.prompts.template import PromptTemplate, load_template
+from pipeline.records import Failure, TokenizedPrompt, Totals
+from pipeline.stop import Stop
+from pipeline.store import Capture, Manifest, RunFolder, open_run
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD = 64
+KEEP_ALIVE_S = 4.0
+"""Engines close idle connections after 5 s; ours go first, so that no request meets a connection being closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to. ``session_*`` cover this process only, everything else the folder."""
+
+    folder: Path
+    totals: Totals
+    failures: int
+    shards: int
+    session_tokens: int
+    session_seconds: float
+    stopped: bool
+
+    @property
+    def exit_status(self) -> int:
+        """The status that the command line ends with."""
+        if self.stopped:
+            return EXIT_STOPPED
+        return EXIT_SOME_FAILED if self.failures else EXIT_OK
+
+
+async def run(config: Config, config_yaml: str, stop: Stop) -> Summary:
+    """Generates what is missing from the run folder, and seals it when nothing is.
+
+    Args:
+        config_yaml: the resolved configuration as text, kept in a new folder.
+
+    Raises:
+        InputError: configuration, input, folder or engine cannot be used as given; nothing was generated.
+        EngineDown: an engine that we started is gone; what was generated is kept.
+        StoreError: the folder cannot be written.
+    """
+    template = load_template(config.model) if needs_tokenizer(config) else None
+    check_disk(config)
+    folder = open_run(
+        Path(config.run.dir), config.store, new_manifest(config, template), config_yaml, config.run.extend
+    )
+    try:
+        with logs.to_file(folder.path / "logs" / "pipeline.log"):
+            return await fill(config, folder, template, stop)
+    finally:
+        await asyncio.to_thread(folder.close)
+
+
+async def fill(config: Config, folder: RunFolder, template: PromptTemplate | None, stop: Stop) -> Summary:
+    """Generates what the open folder lacks; no engine is started where it lacks nothing."""
+    feed = open_feed(config, folder, template)
+    if await feed.is_empty():
+        await asyncio.to_thread(folder.finish)
+        return summarize(folder, None, stop)
+    folder.manifest.complete = False
+    async with open_session() as session, open_fleet(config, session, folder.path / "logs") as fleet:
+        folder.manifest.engines = [engine.facts.as_json() for engine in fleet.engines]
+        folder.set_capture(await capture_of(config, session, fleet))
+        progress = Progress(folder, expected_prompts(config.dataset))
+        try:
+            completer = Completer(fleet, open_endpoint(config, session, template), config.client, config.sampling)
+            with stop.draining(feed.stop, config.run.drain_s):
+                await generate(config, session, feed, fleet, completer, folder, template, progress)
+        finally:
+            folder.manifest.seconds += progress.seconds
+            progress.close()
+    if stop.requested:
+        folder.save_manifest()
+    else:
+        await asyncio.to_thread(folder.finish)
+    return summarize(folder, progress, stop)
+
+
+async def generate(
+    config: Config,
+    session: aiohttp.ClientSession,
+    feed: PromptFeed,
+    fleet: Fleet,
+    completer: Completer,
+    folder: RunFolder,
+    template: PromptTemplate | None,
+    progress: Progress,
+) -> None:
+    """Workers answer and record until the feed ends, while the disk, the engines and the bar are looked after."""
+    try:
+        async with asyncio.TaskGroup() as background:
+            tasks = [
+                background.create_task(sync_regularly(folder, config.store.sync_interval_s)),
+                background.create_task(seal_when_full(folder)),
+                background.create_task(watch(fleet)),
+                background.create_task(progress.show(session, fleet)),
+            ]
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(fleet.limit):
+                    workers.create_task(work(feed, completer, folder, template))
+            for task in tasks:
+                task.cancel()
+    except* PipelineError as errors:
+        raise first_error(errors) from None
+    await asyncio.to_thread(folder.sync)
+
+
+async def work(feed: PromptFeed, completer: Completer, folder: RunFolder, template: PromptTemplate | None) -> None:
+    """One worker: takes a prompt, gets its outcome, records it, takes the next."""
+    async for prompt in feed:
+        answered = prompt if isinstance(prompt, Failure) else await completer.answer(prompt)
+        await asyncio.to_thread(record, folder, answered, template)
+
+
+def record(folder: RunFolder, answered: Answered | Failure, template: PromptTemplate | None) -> None:
+    """Writes an outcome."""
+    if isinstance(answered, Failure):
+        log.info("failure: %s: %s: %s", answered.id, answered.kind, answered.detail)
+        folder.append(answered)
+    else:
+        folder.append(to_completion(answered, template))
+
+
+async def sync_regularly(folder: RunFolder, interval_s: float) -> None:
+    """Group commit: one fsync for everything written in the interval."""
+    while True:
+        await asyncio.sleep(interval_s)
+        await asyncio.to_thread(folder.sync)
+
+
+async def seal_when_full(folder: RunFolder) -> None:
+    """Turns full journals into shards while the run goes on."""
+    while True:
+        await asyncio.sleep(0.2)
+        if folder.waiting_to_seal:
+            await asyncio.to_thread(folder.seal_full)
+
+
+def open_feed(config: Config, folder: RunFolder, template: PromptTemplate | None) -> PromptFeed:
+    """The prompts of the dataset that have no outcome in the folder."""
+    tokenize = template.encode if template else lambda prompt: TokenizedPrompt(prompt, None)
+    return PromptFeed(read_prompts(config.dataset), folder.is_done, tokenize, READ_AHEAD)
+
+
+def open_endpoint(config: Config, session: aiohttp.ClientSession, template: PromptTemplate | None) -> Endpoint:
+    """The way this run asks its engines."""
+    vocab_size = template.vocab_size if template else None
+    return GenerateClient(session, config.sampling, config.capture.top_k, config.client.timeout_s, vocab_size)
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The HTTP connections of a run: as many as there are requests in flight, each reused."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def capture_of(config: Config, session: aiohttp.ClientSession, fleet: Fleet) -> Capture:
+    """What the distributions of this run are, asked of every engine.
+
+    Raises:
+        InputError: an engine gives temperature-scaled values and ``capture.allow_scaled`` is not set. At the
+            temperatures 0 and 1 there is nothing to refuse: SGLang scales by nothing there.
+    """
+    found = {engine.url: await logprob_semantics(session, engine.url) for engine in fleet.engines}
+    scaled = [url for url, semantics in found.items() if semantics == "scaled"]
+    if not scaled or config.sampling.temperature in (0.0, 1.0):
+        return Capture(config.capture.top_k, "raw")
+    if not config.capture.allow_scaled:
+        raise InputError(
+            "capture.allow_scaled",
+            f"{scaled[0]} gives log-probabilities scaled by sampling.temperature={config.sampling.temperature:g}",
+            "start the engine with SGLANG_RETURN_ORIGINAL_LOGPROB=1, or capture.allow_scaled=true",
+        )
+    return Capture(config.capture.top_k, "scaled")
+
+
+def needs_tokenizer(config: Config) -> bool:
+    """An OpenAI-compatible server renders and tokenises by itself."""
+    return config.engine.kind != "openai"
+
+
+def new_manifest(config: Config, template: PromptTemplate | None) -> Manifest:
+    """The manifest that a new folder starts with."""
+    return Manifest(
+        fingerprint=fingerprint(config),
+        content=content_settings(config),
+        model=config.model.served_name or config.model.path,
+        tokenizer_sha256=template.digest if template else None,
+        created_at="",
+    )
+
+
+def check_disk(config: Config) -> None:
+    """Refuses to start on a disk with less than ``store.min_free_gb`` free."""
+    place = Path(config.run.dir).absolute()
+    while not place.exists():
+        place = place.parent
+    free_gb = shutil.disk_usage(place).free / 1e9
+    if free_gb < config.store.min_free_gb:
+        raise InputError(
+            "run.dir", f"{place} has {free_gb:.2f} GB free", f"store.min_free_gb={config.store.min_free_gb:g} or more"
+        )
+
+
+def summarize(folder: RunFolder, progress: Progress | None, stop: Stop) -> Summary:
+    """The run's summary."""
+    return Summary(
+        folder=folder.path,
+        totals=folder.totals,
+        failures=folder.failures,
+        shards=len(folder.manifest.shards),
+        session_tokens=progress.tokens if progress else 0,
+        session_seconds=progress.seconds if progress else 0.0,
+        stopped=stop.requested,
+    )

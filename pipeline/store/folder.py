@@ -1,0 +1,395 @@
+"""A run on disk: the one place that decides whether a prompt has its outcome yet.
+
+The rule that everything else leans on: an id is in the sealed shards, in a journal, or in ``failures.jsonl``, and
+never in two of them. It holds at every instant because
+
+* an outcome is appended to exactly one file, after the set of finished ids was asked;
+* a journal's rows count until the manifest lists the shard made from it, and the shard's rows from then on;
+* the manifest is replaced in one step, and only the journal it made obsolete is deleted after that.
+
+Starting again therefore needs no repair beyond: cut torn tails, delete temporary files, delete the journal of a
+shard that the manifest lists, seal the journals that are full.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.config import StoreConfig, differences
+from pipeline.digests import DigestSet
+from pipeline.errors import InputError, StoreError
+from pipeline.records import Completion, Failure, Outcome, Totals
+from pipeline.store import failures as failure_file
+from pipeline.store import manifest as manifest_file
+from pipeline.store.durable import explain, reached, replace_file, sync_folder
+from pipeline.store.failures import FailureLog, read_failures
+from pipeline.store.journal import JournalWriter, read_records
+from pipeline.store.lock import FolderLock
+from pipeline.store.manifest import Capture, Manifest, ShardEntry
+from pipeline.store.rows import COMPLETION, encode_completion, record_kind, totals_of, unpack_scalars
+from pipeline.store.shards import read_ids, seal, shard_name
+
+log = logging.getLogger(__name__)
+
+_OWN_NAMES = {"journal", "shards", "logs", "config.yaml", "failures.jsonl", "export", "report.html"}
+
+
+@dataclass(slots=True)
+class _Part:
+    """A journal that is not a shard yet: its number, its rows, and where its last valid record ends."""
+
+    number: int
+    path: Path
+    totals: Totals
+    valid_end: int = 0
+
+
+class RunFolder:
+    """The run folder, open for writing. Its methods may be called from any thread.
+
+    ``totals`` and ``failures`` count what has been written, in this session and before it.
+    """
+
+    def __init__(self, folder: Path, settings: StoreConfig, manifest: Manifest, lock: FolderLock) -> None:
+        self.path = folder
+        self.settings = settings
+        self.manifest = manifest
+        self.done = DigestSet()
+        self.totals = Totals()
+        self.failures = 0
+        self._folder_lock = lock
+        self._state = threading.RLock()
+        self._sealing = threading.Lock()
+        self._full: list[_Part] = []
+        self._current: _Part | None = None
+        self._writer: JournalWriter | None = None
+        self._dirty = False
+        self._closed = False
+        self._recover()
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def is_done(self, prompt_id: str) -> bool:
+        """Whether the prompt has its outcome, a completion or a recorded failure."""
+        with self._state:
+            return prompt_id in self.done
+
+    @property
+    def waiting_to_seal(self) -> int:
+        """Full journals that are not shards yet."""
+        return len(self._full)
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def append(self, outcome: Outcome) -> None:
+        """Writes an outcome. It survives the end of this process at once, and a power cut after :meth:`sync`.
+
+        Raises:
+            StoreError: the disk refused it (nothing was written), or the prompt has an outcome already.
+        """
+        payload = encode_completion(outcome) if isinstance(outcome, Completion) else b""
+        with self._state:
+            prompt_id = outcome.id if isinstance(outcome, Failure) else outcome.prompt.id
+            if self._closed:
+                raise StoreError(f"the run folder is closed; {prompt_id} was not written")
+            if prompt_id in self.done:
+                raise StoreError(f"prompt {prompt_id} has an outcome already; the second was not written")
+            try:
+                if isinstance(outcome, Failure):
+                    self._failure_log.append(outcome)
+                    self.failures += 1
+                else:
+                    self._append_row(payload)
+            except OSError as error:
+                raise explain(error, f"writing {prompt_id}") from error
+            self.done.add(prompt_id)
+            self._dirty = True
+
+    def sync(self) -> None:
+        """Makes everything appended so far durable."""
+        with self._state:
+            if not self._dirty or self._closed:
+                return
+            self._dirty = False
+            # Duplicates, so that appends go on (and a part may be closed) while the disk is busy.
+            files = [self._failure_log.duplicate_fd()]
+            if self._writer:
+                files.append(self._writer.duplicate_fd())
+        reached("journal: sync")
+        try:
+            for fd in files:
+                os.fdatasync(fd)
+        except OSError as error:
+            raise explain(error, "syncing the journal") from error
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def seal_full(self) -> list[ShardEntry]:
+        """Turns every full journal into a shard; the slow part runs without holding up :meth:`append`."""
+        sealed = []
+        with self._sealing:
+            while self._full:
+                sealed.append(self._seal(self._full[0]))
+        return sealed
+
+    def finish(self) -> None:
+        """Seals what is left and marks the run complete."""
+        with self._state:
+            if self._current and self._current.totals.rows:
+                self._rotate()
+        self.seal_full()
+        with self._state:
+            self._drop_empty_journal()
+            self.manifest.complete = True
+            self.save_manifest()
+
+    def close(self) -> None:
+        """Makes everything durable and lets the next writer in."""
+        with self._sealing, self._state:
+            self._closed = True
+            try:
+                self._failure_log.close()
+                if self._writer:
+                    self._writer.close()
+                    self._writer = None
+            finally:
+                self._folder_lock.release()
+
+    def save_manifest(self) -> None:
+        """Writes the manifest with the counts of now."""
+        with self._state:
+            self.manifest.failures = self.failures
+            self.manifest.updated_at = _now()
+            try:
+                manifest_file.save(self.manifest, self.path)
+            except OSError as error:
+                raise explain(error, "writing the manifest") from error
+
+    def set_capture(self, capture: Capture) -> None:
+        """Records what the distributions of this run are.
+
+        Raises:
+            InputError: rows of another kind are in the folder already.
+        """
+        known = self.manifest.capture
+        if known is not None and known != capture and self.totals.rows:
+            raise InputError(
+                "run.dir",
+                f"{self.path} holds rows with {known.logprobs} log-probabilities (missing: {list(known.missing)}), "
+                f"this engine gives {capture.logprobs} ones (missing: {list(capture.missing)})",
+            )
+        self.manifest.capture = capture
+        self.save_manifest()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _append_row(self, payload: bytes) -> None:
+        if self._current is None:
+            self._start_part()
+        assert self._current is not None
+        assert self._writer is not None
+        self._writer.append(payload)
+        counts = totals_of(unpack_scalars(payload))
+        self._current.totals.add(counts)
+        self.totals.add(counts)
+        if self._current.totals.rows >= self.settings.rows_per_shard:
+            self._rotate()
+
+    def _start_part(self) -> None:
+        number = self._next_number
+        self._next_number += 1
+        path = self.path / "journal" / f"part-{number:05d}.journal"
+        self._current = _Part(number, path, Totals())
+        self._writer = JournalWriter(path)
+
+    def _rotate(self) -> None:
+        assert self._current is not None
+        assert self._writer is not None
+        self._writer.close()
+        self._full.append(self._current)
+        self._current, self._writer = None, None
+
+    def _seal(self, part: _Part) -> ShardEntry:
+        try:
+            entry = seal(
+                part.path,
+                self.path / "shards",
+                part.number,
+                self.manifest.metadata(),
+                self.settings.compression,
+                self.settings.compression_level,
+            )
+        except OSError as error:
+            raise explain(error, f"sealing {shard_name(part.number)}") from error
+        if entry.rows != part.totals.rows:
+            raise StoreError(f"{entry.name} has {entry.rows} rows, its journal had {part.totals.rows}")
+        with self._state:
+            before = self.manifest
+            totals = Totals()
+            totals.add(before.totals)
+            totals.add(part.totals)
+            self.manifest = replace(before, shards=[*before.shards, entry], totals=totals)
+            try:
+                self.save_manifest()
+            except StoreError:
+                self.manifest = before
+                raise
+            self._full.remove(part)
+        reached("journal: delete")
+        part.path.unlink()
+        sync_folder(part.path.parent)
+        return entry
+
+    def _drop_empty_journal(self) -> None:
+        if self._writer and self._current:
+            self._writer.close()
+            self._current.path.unlink()
+            self._current, self._writer = None, None
+
+    # -- recovery ----------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        for leftover in (self.path / "shards").glob(".*.tmp"):
+            leftover.unlink()
+        listed = {entry.name for entry in self.manifest.shards}
+        self._check_shards(listed)
+        for entry in self.manifest.shards:
+            self.done.update(read_ids(self.path / "shards" / entry.name))
+        self.totals.add(self.manifest.totals)
+        parts = list(self._live_parts(listed))
+        self._check_strays(listed, parts)
+        self._next_number = 1 + max([*(_number(name) for name in listed), *(part.number for part in parts)], default=-1)
+        for part in parts:
+            if part is parts[-1] and part.totals.rows < self.settings.rows_per_shard:
+                self._current, self._writer = part, JournalWriter(part.path, part.valid_end)
+            elif part.totals.rows:
+                self._full.append(part)
+            else:
+                part.path.unlink()
+        self._recover_failures()
+        self.done.update(self._journal_ids)
+        del self._journal_ids
+
+    def _live_parts(self, listed: set[str]) -> Iterator[_Part]:
+        """The journals whose rows count, in order; one whose shard is listed is deleted, its rows are in the shard."""
+        self._journal_ids: list[str] = []
+        for path in sorted((self.path / "journal").glob("part-*.journal")):
+            number = _number(path.name)
+            if shard_name(number) in listed:
+                path.unlink()
+                continue
+            part = _Part(number, path, Totals())
+            for part.valid_end, payload in read_records(path):
+                if record_kind(payload) == COMPLETION:
+                    scalars = unpack_scalars(payload)
+                    part.totals.add(totals_of(scalars))
+                    self._journal_ids.append(scalars["id"])
+            torn = path.stat().st_size - part.valid_end
+            if torn and part.valid_end:
+                log.warning("%s: %d bytes behind the last whole record are cut; their prompts run again", path, torn)
+            self.totals.add(part.totals)
+            yield part
+
+    def _recover_failures(self) -> None:
+        path = self.path / failure_file.NAME
+        end = 0
+        ids = []
+        for end, failure in read_failures(path):  # noqa: B007
+            ids.append(failure.id)
+        self.failures = len(ids)
+        self.done.update(ids)
+        self._failure_log = FailureLog(path, end)
+
+    def _check_shards(self, listed: set[str]) -> None:
+        for entry in self.manifest.shards:
+            path = self.path / "shards" / entry.name
+            if not path.is_file():
+                raise StoreError(f"{path} is in the manifest and not on disk; restore it before going on")
+            if path.stat().st_size != entry.bytes:
+                raise StoreError(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}")
+
+    def _check_strays(self, listed: set[str], parts: list[_Part]) -> None:
+        explained = listed | {shard_name(part.number) for part in parts}
+        for path in (self.path / "shards").glob("*.parquet"):
+            if path.name not in explained:
+                raise StoreError(f"{path} is not in the manifest and has no journal; move it out of the run folder")
+
+
+def open_run(folder: Path, settings: StoreConfig, fresh: Manifest, config_yaml: str, extend: bool) -> RunFolder:
+    """Opens a run folder for writing, making it where there is none.
+
+    Args:
+        fresh: the manifest that a new run starts with; an existing one must have the same fingerprint.
+        extend: accept a larger ``dataset.limit`` than the folder was made with.
+
+    Raises:
+        InputError: the folder belongs to another configuration, to another process, or to no run at all.
+        StoreError: the folder is damaged, or cannot be written.
+    """
+    try:
+        _refuse_foreign(folder)
+        for name in ("journal", "shards", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+    except OSError as error:
+        raise explain(error, f"making the run folder {folder}") from error
+    try:
+        if not (folder / manifest_file.NAME).exists():
+            fresh.created_at = fresh.updated_at = _now()
+            replace_file(folder / "config.yaml", config_yaml.encode(), "config")
+            manifest_file.save(fresh, folder)
+            sync_folder(folder.parent)
+        manifest = _matching(folder, manifest_file.load(folder), fresh, extend)
+        if manifest.fingerprint != fresh.fingerprint:
+            manifest.fingerprint, manifest.content, manifest.complete = fresh.fingerprint, fresh.content, False
+            replace_file(folder / "config.yaml", config_yaml.encode(), "config")
+            manifest_file.save(manifest, folder)
+        return RunFolder(folder, settings, manifest, lock)
+    except OSError as error:
+        lock.release()
+        raise explain(error, f"opening the run folder {folder}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError("run.dir", f"{folder} is a file", "a folder, new or of an earlier run")
+    if not folder.exists() or (folder / manifest_file.NAME).exists():
+        return
+    foreign = [path.name for path in folder.iterdir() if path.name not in _OWN_NAMES and not path.name.endswith(".tmp")]
+    if foreign:
+        raise InputError("run.dir", f"{folder} is not a run folder (it holds {foreign[0]})", "a new or empty folder")
+
+
+def _matching(folder: Path, found: Manifest, fresh: Manifest, extend: bool) -> Manifest:
+    changed = differences(found.content, fresh.content)
+    if extend and set(changed) == {"dataset.limit"} and _grows(*changed["dataset.limit"]):
+        return found
+    if changed:
+        shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in changed.items())
+        hint = " (to take more prompts into it, add run.extend=true)" if set(changed) == {"dataset.limit"} else ""
+        raise InputError("run.dir", f"{folder} belongs to another configuration: {shown}{hint}")
+    if found.tokenizer_sha256 != fresh.tokenizer_sha256:
+        raise InputError("model.path", f"the tokenizer has changed since {folder} was begun")
+    return found
+
+
+def _grows(old: int | None, new: int | None) -> bool:
+    return old is not None and (new is None or new > old)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("part-").split(".")[0])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
