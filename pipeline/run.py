@@ -21,6 +21,7 @@ from pipeline import logs
 from pipeline.client.complete import Answered, Completer, to_completion
 from pipeline.client.endpoint import Endpoint
 from pipeline.client.generate import GenerateClient
+from pipeline.client.vocabulary import model_vocab_size
 from pipeline.config import Config, content_settings, fingerprint
 from pipeline.engine.fleet import Fleet
 from pipeline.engine.probe import logprob_semantics
@@ -178,7 +179,7 @@ def open_feed(config: Config, folder: RunFolder, template: PromptTemplate | None
 
 def open_endpoint(config: Config, session: aiohttp.ClientSession, template: PromptTemplate | None) -> Endpoint:
     """The way this run asks its engines."""
-    vocab_size = template.vocab_size if template else None
+    vocab_size = model_vocab_size(config.model)
     return GenerateClient(session, config.sampling, config.capture.top_k, config.client.timeout_s, vocab_size)
 
 

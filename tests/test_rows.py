@@ -178,12 +178,12 @@ def test_the_whole_file_is_never_in_memory(tmp_path: Path) -> None:
     files = {"a.jsonl": lines, "b.json": lambda values: json.dumps(list(values)).encode()}
     for name, encoded in files.items():
         path = tmp_path / name
-        path.write_bytes(encoded({"n": n, "text": "x" * 1000} for n in range(20_000)))
+        path.write_bytes(encoded({"n": n, "text": "x" * 1000} for n in range(8_000)))
         tracemalloc.start()
         count = sum(1 for _ in read_rows(local(path)))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert count == 20_000
+        assert count == 8_000
         assert peak < path.stat().st_size / 10
 
 
@@ -257,14 +257,22 @@ def test_text_after_a_json_list_is_not_passed_over(tmp_path: Path) -> None:
     assert rest_unread(found[1])
 
 
-def test_a_damaged_row_group_gives_the_rows_before_it(tmp_path: Path) -> None:
-    path = write_parquet(
-        tmp_path / "a.parquet", numbered(300), row_group_size=100, write_page_checksum=True, compression="zstd"
-    )
-    start = pq.read_metadata(path).row_group(1).column(1).data_page_offset
+def damage_second_row_group(path: Path, compression: str) -> None:
+    options = {"write_page_checksum": True, "use_dictionary": False, "compression": compression}
+    write_parquet(path, numbered(300), row_group_size=100, **options)
     data = bytearray(path.read_bytes())
-    data[start + 40 : start + 60] = bytes(20)
+    if compression == "none":  # a letter that only the page's checksum tells from the right one
+        at = data.index(b"row 150")
+        data[at : at + 3] = b"raw"
+    else:
+        at = pq.read_metadata(path).row_group(1).column(1).data_page_offset + 40
+        data[at : at + 20] = bytes(20)
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_damaged_row_group_gives_the_rows_before_it(tmp_path: Path, compression: str) -> None:
+    damage_second_row_group(tmp_path / "a.parquet", compression)
     (tmp_path / "b.jsonl").write_bytes(lines(numbered(2)))
     *before, broken, first, second = read_rows(local(tmp_path))
     assert columns(before) == numbered(100)

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pipeline.errors import StoreError
 from pipeline.store.durable import reached, sync_folder, write_all
@@ -38,6 +39,8 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
         if len(magic) < len(MAGIC):
             return
         if magic != MAGIC:
+            if _only_zeros(magic, file):  # a power cut came before the magic was on the disk, so no record is
+                return
             raise StoreError(f"{path} is not a journal that this version wrote")
         end = len(MAGIC)
         size = os.fstat(file.fileno()).st_size
@@ -53,16 +56,23 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def count_records(path: Path, kind: bytes) -> int:
-    """How many records begin with ``kind``, from the frames alone: quick, and fit for a file being written."""
+    """How many records begin with ``kind``, from the frames alone: quick, and fit for a file being written.
+
+    0 where there is no file: a journal is deleted as soon as its rows are in a shard.
+    """
     found = 0
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return 0
+    with file:
         size = os.fstat(file.fileno()).st_size
         end = len(MAGIC)
         while end + _HEAD.size < size:
             file.seek(end)
             length, _ = _HEAD.unpack(file.read(_HEAD.size))
             end += _HEAD.size + length
-            if end <= size and file.read(len(kind)) == kind:
+            if end <= size and file.read(min(length, len(kind))) == kind:
                 found += 1
     return found
 
@@ -78,13 +88,17 @@ class JournalWriter:
         self.path = path
         self.end = valid_end
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if valid_end < len(MAGIC):
-            self._restart()
-        elif os.fstat(self._fd).st_size > valid_end:
-            reached("journal: cut torn tail")
-            os.ftruncate(self._fd, valid_end)
-            os.fsync(self._fd)
-        os.lseek(self._fd, self.end, os.SEEK_SET)
+        try:
+            if valid_end < len(MAGIC):
+                self._restart()
+            elif os.fstat(self._fd).st_size > valid_end:
+                reached("journal: cut torn tail")
+                os.ftruncate(self._fd, valid_end)
+                os.fsync(self._fd)
+            os.lseek(self._fd, self.end, os.SEEK_SET)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def append(self, payload: bytes) -> None:
         """Writes one record. It outlives this process at once, and a power cut after the next :meth:`sync`.
@@ -122,6 +136,10 @@ class JournalWriter:
         os.fsync(self._fd)
         sync_folder(self.path.parent)
         self.end = len(MAGIC)
+
+
+def _only_zeros(start: bytes, rest: BinaryIO) -> bool:
+    return not any(start) and not any(any(block) for block in iter(lambda: rest.read(1 << 16), b""))
 
 
 def _checksum(length: bytes, payload: bytes) -> int:

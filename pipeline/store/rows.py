@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from pipeline.errors import StoreError
 from pipeline.records import Completion, Totals
 
 SCHEMA_VERSION = 1
@@ -87,9 +88,13 @@ class Row:
 
 
 def encode_completion(completion: Completion) -> bytes:
-    """The journal record of a completion."""
+    """The journal record of a completion.
+
+    Raises:
+        StoreError: an array has not one entry per generated token; as a row it would shift those behind it.
+    """
     answer = completion.answer
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any] | None] = {
         "prompt_ids": completion.prompt_ids,
         "output_ids": answer.output_ids,
         "output_logprobs": answer.output_logprobs,
@@ -97,6 +102,12 @@ def encode_completion(completion: Completion) -> bytes:
         "topk_logprobs": answer.topk_logprobs,
         "tail_logprob": answer.tail_logprob,
     }
+    for name, array in arrays.items():
+        if name != "prompt_ids" and array is not None and len(array) != answer.completion_tokens:
+            raise StoreError(
+                f"{completion.prompt.id}: {name} has {len(array)} entries, completion_tokens is "
+                f"{answer.completion_tokens}; it was not written"
+            )
     return pack(COMPLETION, _scalars(completion), arrays)
 
 
@@ -166,13 +177,15 @@ def to_table(rows: Sequence[Row], schema: pa.Schema = SCHEMA) -> pa.Table:
 def _token_column(name: str, kind: pa.DataType, rows: Sequence[Row]) -> pa.Array:
     arrays = [row.arrays[name] for row in rows]
     values = _concatenate(arrays, ARRAYS[name])
-    missing = pa.array([array is None for array in arrays])
+    missing = pa.array([array is None for array in arrays], pa.bool_())
     if name not in _NESTED:
         return pa.ListArray.from_arrays(_offsets(array_sizes(arrays)), values, type=kind, mask=missing)
     sizes = array_sizes(arrays)
-    tokens = [int(row.scalars["completion_tokens"]) if size else 0 for row, size in zip(rows, sizes, strict=True)]
+    counts = [int(row.scalars["completion_tokens"]) for row in rows]
+    tokens = [0 if array is None else count for array, count in zip(arrays, counts, strict=True)]
     widths = [size // max(count, 1) for size, count in zip(sizes, tokens, strict=True)]
-    inner = pa.ListArray.from_arrays(_offsets(np.repeat(widths, tokens)), values, type=kind.value_type)
+    per_position = np.repeat(np.array(widths, np.int64), np.array(tokens, np.int64))
+    inner = pa.ListArray.from_arrays(_offsets(per_position), values, type=kind.value_type)
     return pa.ListArray.from_arrays(_offsets(tokens), inner, type=kind, mask=missing)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,29 +40,33 @@ def seal(
     """Writes a journal's completions as ``shards/part-NNNNN.parquet``, reads the file back, and only then names it.
 
     A file of that name that is there already is replaced: the journal is what counts until the manifest lists the
-    shard. The journal is left for the caller to delete.
+    shard. The journal is left for the caller to delete. Where this raises, no temporary file is left, and the disk
+    has its space back.
 
     Raises:
         OSError: the file could not be written.
-        StoreError: what was read back is not what was written.
+        StoreError: what was read back is not what was written, or it cannot be written with these settings.
     """
     schema = SCHEMA.with_metadata(metadata)
-    temporary = shards / f".{shard_name(part)}.tmp"
-    reached("shard: write")
-    with temporary.open("wb") as file:
-        options: dict[str, Any] = {"compression": compression, "use_dictionary": _DICTIONARY_COLUMNS}
-        if compression in ("zstd", "gzip", "brotli"):
-            options["compression_level"] = compression_level
-        with pq.ParquetWriter(file, schema, **options) as writer:
-            for table in _tables(journal, schema):
-                writer.write_table(table, row_group_size=max(table.num_rows, 1))
-        file.flush()
-        os.fsync(file.fileno())
-    reached("shard: verify")
-    rows = _verify(temporary, journal, schema)
-    entry = ShardEntry(shard_name(part), rows, temporary.stat().st_size, file_digest(temporary))
-    reached("shard: rename")
-    os.replace(temporary, shards / entry.name)
+    name = shard_name(part)
+    temporary = shards / f".{name}.tmp"
+    options: dict[str, Any] = {"compression": compression, "use_dictionary": _DICTIONARY_COLUMNS}
+    if compression in ("zstd", "gzip", "brotli"):
+        options["compression_level"] = compression_level
+    try:
+        reached("shard: write")
+        sha256 = _write(temporary, journal, schema, options)
+        reached("shard: verify")
+        rows = _verify(temporary, journal, schema, sha256)
+        entry = ShardEntry(name, rows, temporary.stat().st_size, sha256)
+        reached("shard: rename")
+        os.replace(temporary, shards / name)
+    except pa.ArrowException as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(f"{name} cannot be written: {error}") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     reached("shard: sync folder")
     sync_folder(shards)
     return entry
@@ -74,9 +79,39 @@ def file_digest(path: Path) -> str:
 
 
 def read_ids(path: Path) -> list[str]:
-    """The ids of a shard's rows, in order."""
-    ids: list[str] = pq.read_table(path, columns=["id"])["id"].to_pylist()
+    """The ids of a shard's rows, in order.
+
+    Raises:
+        StoreError: the file is damaged.
+    """
+    try:
+        ids: list[str] = pq.read_table(path, columns=["id"])["id"].to_pylist()
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} cannot be read: {str(error).splitlines()[0]}; restore it before going on") from None
     return ids
+
+
+class _DigestedFile(io.BufferedWriter):
+    """A file being written, with the SHA-256 of all that it was given."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def _write(path: Path, journal: Path, schema: pa.Schema, options: dict[str, Any]) -> str:
+    """Writes the file and syncs it; returns the SHA-256 (hex) that it must have when it is read."""
+    with _DigestedFile(path) as file:
+        with pq.ParquetWriter(file, schema, **options) as writer:
+            for table in _tables(journal, schema):
+                writer.write_table(table, row_group_size=max(table.num_rows, 1))
+        file.flush()
+        os.fsync(file.fileno())
+        return file.sha256.hexdigest()
 
 
 def _tables(journal: Path, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -99,8 +134,11 @@ def _row_groups(journal: Path) -> Iterator[list[Row]]:
         yield rows
 
 
-def _verify(path: Path, journal: Path, schema: pa.Schema) -> int:
-    """Compares every row group on disk with the journal it came from; returns the number of rows."""
+def _verify(path: Path, journal: Path, schema: pa.Schema, sha256: str) -> int:
+    """Compares the file with what was written, and every row group in it with the journal it came from; returns the
+    number of rows."""
+    if file_digest(path) != sha256:
+        raise StoreError(f"{path} reads back differently from what was written; the disk may be failing")
     with pq.ParquetFile(path) as file:
         count = 0
         for count, expected in enumerate(_tables(journal, schema), start=1):

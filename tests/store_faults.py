@@ -1,0 +1,196 @@
+"""What happens to a run folder, named after what it does: the disk fills up, the power goes, the process is killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from store_rows import config_of, open_folder, outcome_of, prompts_of
+
+from pipeline.config import DatasetConfig
+from pipeline.store import RunFolder, durable
+
+ROWS_PER_SHARD = 3
+
+
+def never_wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """Syncs take milliseconds and change nothing that a test without a power cut could see."""
+    patch.setattr(os, "fsync", lambda fd: None)
+    patch.setattr(os, "fdatasync", lambda fd: None)
+
+
+@contextmanager
+def full_disk(after: int = 0) -> Iterator[None]:
+    """The disk takes ``after`` more bytes and then no more (of what goes through ``os.write``: all but shards)."""
+    real, left = os.write, after
+
+    def write(fd: int, data: bytes) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = real(fd, data[:left])
+        left -= done
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", write)
+        yield
+
+
+def session(path: Path, dataset: DatasetConfig, synced: Callable[[RunFolder, list[str]], None] | None = None) -> None:
+    """What a run does with a folder: outcomes for whatever has none, syncs and seals on the way, then the end.
+
+    ``synced`` is told of the outcomes that the store has promised to keep.
+    """
+    folder = open_folder(path, config_of(dataset), ROWS_PER_SHARD)
+    try:
+        done: list[str] = []
+        for number, asked in enumerate(prompts_of(dataset)):
+            if not folder.is_done(asked.id):
+                folder.append(outcome_of(asked))
+            done.append(asked.id)
+            if number % 2:
+                folder.sync()
+                if synced:
+                    synced(folder, list(done))
+            if number % 5 == 4:
+                folder.seal_full()
+        folder.finish()
+    finally:
+        folder.close()
+
+
+class PowerCut:
+    """Knows what a power cut would leave of a folder: of each file what was synced, of each folder the names that
+    were there when it was synced, and of anything since then as much or as little as ``choose`` picks.
+
+    ``choose`` gets a number of possibilities and picks one of them; 0 is always "nothing since the last sync".
+    """
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self._content: dict[int, bytes] = {}
+        self._names: dict[Path, dict[str, int]] = {}
+        self._open: dict[int, int] = {}
+        patch.setattr(os, "fsync", self._sync)
+        patch.setattr(os, "fdatasync", self._sync)
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+
+    def leave(self, target: Path, choose: Callable[[int], int]) -> None:
+        """Puts what is left at ``target``, which does not exist yet."""
+        self._leave_folder(self.root, target, choose)
+
+    def _sync(self, fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_dir():
+            self._names[path] = self._listing(path)
+        else:
+            inode = self._hold(fd)
+            self._content[inode] = self._read(inode)
+
+    def _listing(self, path: Path) -> dict[str, int]:
+        """Names and inodes; each file is held open, so that no inode is used again."""
+        found = {}
+        for entry in path.iterdir():
+            fd = os.open(entry, os.O_RDONLY)
+            found[entry.name] = self._hold(fd)
+            os.close(fd)
+        return found
+
+    def _hold(self, fd: int) -> int:
+        inode = os.fstat(fd).st_ino
+        if inode not in self._open:
+            self._open[inode] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        return inode
+
+    def _read(self, inode: int) -> bytes:
+        fd = self._open[inode]
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def _leave_folder(self, source: Path, target: Path, choose: Callable[[int], int]) -> None:
+        target.mkdir()
+        synced, now = self._names.get(source, {}), self._listing(source)
+        for name in sorted(synced.keys() | now.keys()):
+            inode = (synced, now)[choose(2) if synced.get(name) != now.get(name) else 0].get(name)
+            if inode is None:
+                continue
+            if (source / name).is_dir():
+                self._leave_folder(source / name, target / name, choose)
+            else:
+                (target / name).write_bytes(self._leave_content(inode, choose))
+
+    def _leave_content(self, inode: int, choose: Callable[[int], int]) -> bytes:
+        synced, now = self._content.get(inode, b""), self._read(inode)
+        if synced == now:
+            return now
+        if not now.startswith(synced):
+            return (synced, now)[choose(2)]
+        kept = now[: len(synced) + choose(len(now) - len(synced) + 1)]
+        # The length of a file may reach the disk before its bytes do: those read as zeros.
+        return kept + bytes(choose(2) * (len(now) - len(kept)))
+
+
+class KilledSessions:
+    """Runs sessions in processes of their own and kills them (SIGKILL) at a step of the store's."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        self._nursery = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, path: Path, dataset: DatasetConfig, step: int) -> bool:
+        """Whether the session got to its end before ``step`` (0 is the first)."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        self._nursery.stdin.write(json.dumps([str(path), dataset.path, step]) + "\n")
+        self._nursery.stdin.flush()
+        status = int(self._nursery.stdout.readline())
+        assert status in (0, -signal.SIGKILL), f"the session ended with status {status}, see its traceback"
+        return status == 0
+
+    def close(self) -> None:
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.close()
+        self._nursery.wait(30)
+
+
+def nursery() -> None:
+    """Forks a session for each line of standard input; a process without threads may fork."""
+    never_wait_for_the_disk(pytest.MonkeyPatch())
+    for line in sys.stdin:
+        path, dataset, step = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            durable.on_step = kill_at(step)
+            session(Path(path), DatasetConfig(name="made", path=dataset))
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def kill_at(last: int) -> Callable[[str], None]:
+    """A hook that ends the process when the step is reached."""
+    steps = iter(range(last))
+
+    def step(name: str) -> None:
+        if next(steps, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return step
+
+
+if __name__ == "__main__":
+    nursery()
