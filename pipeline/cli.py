@@ -8,24 +8,29 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pipeline import verbs
 from pipeline.config import Config, check
-from pipeline.errors import EXIT_BAD_INPUT, EXIT_BROKEN, EXIT_STOPPED, InputError, PipelineError
+from pipeline.errors import EXIT_BROKEN, EXIT_OK, EXIT_STOPPED, InputError, PipelineError
 
 # Keys that hold mappings: any name may be set below them.
 _OPEN_KEYS = ("engine.env.", "model.chat_template_kwargs.")
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
+        if not words:
+            raise InputError("command", "a verb is needed; --help tells what each does", VERBS)
+        if words[0] in ("-h", "--help", "help"):
             print(usage())
-            return 0 if words else EXIT_BAD_INPUT
+            return EXIT_OK
         verb = find_verb(words[0])
         overrides, options = split_options(words[1:])
         if "--help" in options:
             print(verb_help(words[0], verb))
-            return 0
+            return EXIT_OK
         if "--cfg" in options:
-            print(OmegaConf.to_yaml(compose_config(overrides), resolve="--resolve" in options), end="")
-            return 0
+            print(_to_yaml(compose_config(overrides), resolve="--resolve" in options), end="")
+            return EXIT_OK
         config, text = load_config(overrides)
         _refuse_absent_folder(verb, overrides)
         return verb.act(config, text)
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return error.exit_status
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped; everything recorded so far is safe, the same command goes on from here", file=sys.stderr)
@@ -150,6 +157,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], set[str]]:
             raise InputError(word, "no such option", ("--help", "--cfg job", "--resolve", "key=value"))
         else:
             overrides.append(word)
+    if "--resolve" in options and "--cfg" not in options:
+        raise InputError("--resolve", "says how --cfg shows the configuration", "--cfg job --resolve")
     return overrides, options
 
 
@@ -160,14 +169,9 @@ def load_config(overrides: Sequence[str]) -> tuple[Config, str]:
         InputError: naming the key at fault and what it takes.
     """
     composed = compose_config(overrides)
-    try:
-        text = OmegaConf.to_yaml(composed, resolve=True)
+    text = _to_yaml(composed, resolve=True)
+    with _values_complete():
         config = cast(Config, OmegaConf.to_object(composed))
-    except MissingMandatoryValue as error:
-        key = getattr(error, "full_key", None) or "configuration"
-        raise InputError(str(key), "a value is needed", f"{key}=VALUE") from None
-    except OmegaConfBaseException as error:
-        raise InputError(str(getattr(error, "full_key", None) or "configuration"), _one_line(error)) from None
     check(config)
     return config, text
 
@@ -181,13 +185,13 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("models", models_folder, replace=True)
     words = [_as_hydra(word) for word in overrides]
-    for word in words:
-        _parse(word)
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return compose("config", overrides=words)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, words) from None
+    except yaml.YAMLError as error:
+        raise InputError(str(conf_dir()), f"a file in it is no YAML: {' '.join(str(error).split())}") from None
 
 
 def conf_dir() -> Path:
@@ -216,62 +220,123 @@ def group_choices() -> dict[str, list[str]]:
 
 
 def _as_hydra(word: str) -> str:
-    """``to=X`` chooses the export group; a name below a mapping needs Hydra's ``++``."""
-    if word.startswith("to="):
-        return f"export={word.removeprefix('to=')}"
-    return f"++{word}" if word.startswith(_OPEN_KEYS) else word
+    """One ``key=value`` as Hydra is to read it: ``to=X`` chooses the export group, names below a mapping get the
+    ``++`` that Hydra asks for, and no other key may be added.
+
+    Raises:
+        InputError: the key does not exist, or the value cannot be read.
+    """
+    name, mark, value = word.partition("=")
+    given = name.lstrip("+")
+    if not mark or not given:
+        raise InputError(word or "''", "is no key=value", "KEY=VALUE")
+    key = "export" if given == "to" else given
+    choices = group_choices()
+    is_open = key.startswith(_OPEN_KEYS)
+    if key not in choices and not is_open and key not in _known_keys(Config):
+        raise _unknown_key(key)
+    override = _parse(key, value)
+    if key in choices and override.value() not in choices[key]:
+        raise _unknown_choice(given, value, choices[key])
+    return f"++{key}={value}" if is_open else f"{key}={value}"
 
 
-def _parse(word: str) -> None:
-    if "=" not in word and not word.startswith("~"):
-        raise InputError(word, "is no key=value")
+def _parse(key: str, value: str) -> Override:
+    hint = f"one value, quoted where it holds commas, brackets or spaces: '{key}=\"a, b\"'"
     try:
-        OverridesParser.create().parse_override(word)
+        override = OverridesParser.create().parse_override(f"{key}={value}")
     except HydraException as error:
-        hint = "quote values that hold commas, brackets or spaces: 'key=\"a, b\"'"
-        raise InputError(word, f"cannot be read: {_one_line(error).split(': ')[-1]}", hint) from None
+        raise InputError(key, f"{value!r} cannot be read: {_one_line(error).split(': ')[-1]}", hint) from None
+    if override.is_sweep_override():
+        raise InputError(key, f"{value!r} is more than one value", hint)
+    return override
+
+
+def _to_yaml(composed: DictConfig, resolve: bool) -> str:
+    with _values_complete():
+        return OmegaConf.to_yaml(composed, resolve=resolve)
+
+
+@contextmanager
+def _values_complete() -> Iterator[None]:
+    """Makes an InputError of a value that is missing, or refers to something that does not exist."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        key = getattr(error, "full_key", None) or "configuration"
+        raise InputError(str(key), "a value is needed", f"{key}=VALUE") from None
+    except OmegaConfBaseException as error:
+        raise InputError(str(getattr(error, "full_key", None) or "configuration"), _one_line(error)) from None
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> InputError:
-    """A Hydra or OmegaConf error as one line that names the key."""
+    """What Hydra or OmegaConf says of an override, or of a file in ``conf/``, as one line that names the key."""
     texts = []
     cause: BaseException | None = error
     while cause is not None:
         texts.append(str(cause))
         cause = cause.__cause__ or cause.__context__
     text = "\n".join(texts)
-    if match := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
+    if match := re.search(r"Could not find '([\w/]+)/([^'/]*)'", text):
         group, choice = match.groups()
-        choices = group_choices().get(group, [])
-        key = "to" if group == "export" else group
-        return InputError(key, f"{choice!r} is not known{_nearest(choice, choices)}", choices)
+        return _unknown_choice(group, choice, group_choices().get(group, []))
+    if match := re.search(r"Key '[^']*' not in '.*'\n\s*full_key: (\S+)", text):
+        return _unknown_key(match.group(1))
+    if match := re.search(r"(.*)\n\s*full_key: (\S+)", text):
+        reason, key = match.groups()
+        values = [value for name, _, value in (word.lstrip("+").partition("=") for word in overrides) if name == key]
+        return InputError(key, f"{values[-1]!r} does not fit" if values else reason, _accepted(key))
     if match := re.search(r"Could not override '([^']*)'", text):
         return _unknown_key(match.group(1))
-    if match := re.search(r"Error merging override (\S+?)=", text):
-        reason = next((line for line in text.splitlines() if line.startswith("Value ")), _one_line(error))
-        return InputError(match.group(1).lstrip("+"), reason)
-    if match := re.search(r"full_key: (\S+)", text):
-        return InputError(match.group(1), _one_line(error))
     return InputError("configuration", _one_line(error))
 
 
+def _unknown_choice(key: str, choice: str, choices: list[str]) -> InputError:
+    named = [name for name in choices if name != "none"] if key == "to" else choices
+    return InputError(key, f"{choice!r} is not known{_nearest(choice, named)}", named)
+
+
 def _unknown_key(key: str) -> InputError:
-    keys = _known_keys(OmegaConf.to_container(OmegaConf.structured(Config)), "")
-    parent = key.rpartition(".")[0]
-    beside = [known for known in keys if known.rpartition(".")[0] == parent] if parent else list(group_choices())
-    return InputError(key, f"no such key{_nearest(key, keys)}", beside)
+    parent, _, leaf = key.rpartition(".")
+    keys = _known_keys(Config)
+    beside = [known for known in keys if known.rpartition(".")[0] == parent]
+    # The last parts are compared: a key is more often put in the wrong place than misspelt.
+    places: dict[str, str] = {}
+    for known in [*beside, *keys]:
+        places.setdefault(known.rpartition(".")[2], known)
+    matches = difflib.get_close_matches(leaf, places, 1)
+    near = f"; did you mean {places[matches[0]]}?" if matches else ""
+    return InputError(key, f"no such key{near}", beside or [field.name for field in fields(Config)])
 
 
-def _known_keys(node: Any, prefix: str) -> list[str]:
-    if not isinstance(node, dict):
-        return []
+def _known_keys(schema: Any, prefix: str = "") -> list[str]:
+    """Every dotted key of a dataclass, those of its nested dataclasses too."""
     found = []
-    for name, value in node.items():
-        found += [f"{prefix}{name}", *_known_keys(value, f"{prefix}{name}.")]
+    for name, kind in get_type_hints(schema).items():
+        found.append(f"{prefix}{name}")
+        if is_dataclass(kind):
+            found += _known_keys(kind, f"{prefix}{name}.")
     return found
 
 
-def _nearest(word: str, known: Any) -> str:
+def _accepted(key: str) -> str:
+    """What a key takes, in words, from its type."""
+    kind: Any = Config
+    for name in key.split("[")[0].split("."):
+        kind = get_type_hints(kind)[name] if is_dataclass(kind) else (get_args(kind) or (Any,))[-1]
+    optional = NoneType in get_args(kind)
+    if optional:
+        kind = next(member for member in get_args(kind) if member is not NoneType)
+    if is_dataclass(kind):
+        return f"{key}.NAME=VALUE, NAME one of {', '.join(get_type_hints(kind))}"
+    if get_origin(kind) is list:
+        return f"a list: {key}=[A,B]"
+    if get_origin(kind) is dict:
+        return f"{key}.NAME=VALUE"
+    return _WORDS.get(kind, "a value") + (", or null" if optional else "")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
@@ -281,7 +346,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _refuse_absent_folder(verb: Verb, overrides: Sequence[str]) -> None:
-    if verb.reads_run and not any(word.startswith(("run.dir=", "run.name=")) for word in overrides):
+    if verb.reads_run and not any(word.lstrip("+").startswith(("run.dir=", "run.name=")) for word in overrides):
         raise InputError("run.dir", "which run?", "run.dir=outputs/NAME")
 
 

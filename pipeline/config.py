@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional, Union
 
@@ -18,6 +19,8 @@ TURNS = ("first", "last", "all")
 ENGINE_KINDS = ("cpu", "gpu", "attach", "openai")
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
 IO_BACKENDS = ("kernel", "direct")
+MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
+COMPRESSIONS = ("zstd", "snappy", "gzip", "brotli", "lz4", "none")
 
 
 @dataclass
@@ -190,20 +193,35 @@ def check(config: Config) -> None:
     Raises:
         InputError: naming the first key at fault and the values it takes.
     """
+    _not_empty("run.name", config.run.name, "a name for the run")
+    _not_empty("run.dir", config.run.dir, "a folder, new or of an earlier run")
+    _at_least("run.drain_s", config.run.drain_s, 0)
+
+    _not_empty("dataset.path", config.dataset.path, "a file, a folder or a hub id")
     _one_of("dataset.source", config.dataset.source, SOURCES)
     _one_of("dataset.turns", config.dataset.turns, TURNS)
     _at_least("dataset.samples", config.dataset.samples, 1)
     if config.dataset.limit is not None:
         _at_least("dataset.limit", config.dataset.limit, 1)
 
+    if config.engine.kind != "openai" or not config.model.served_name:
+        _not_empty("model.path", config.model.path, "a model folder or a hub id")
+    if config.model.context_length is not None:
+        _at_least("model.context_length", config.model.context_length, 1)
+
     engine = config.engine
     _one_of("engine.kind", engine.kind, ENGINE_KINDS)
     _one_of("engine.hicache.write_policy", engine.hicache.write_policy, WRITE_POLICIES)
     _one_of("engine.hicache.io_backend", engine.hicache.io_backend, IO_BACKENDS)
+    _one_of("engine.hicache.mem_layout", engine.hicache.mem_layout, MEM_LAYOUTS)
     _at_least("engine.replicas", engine.replicas, 1)
     _at_least("engine.tp_size", engine.tp_size, 1)
     _between("engine.port", engine.port, 0, 65535)
-    if engine.hicache.ratio is not None and engine.hicache.ratio <= 1.0:
+    if engine.port:
+        _between("engine.replicas", engine.replicas, 1, 65536 - engine.port)
+    if not all(isinstance(argument, str) for argument in engine.args):
+        raise InputError("engine.args", f"{engine.args} holds more than words", "engine.args=[--flag,value]")
+    if engine.hicache.ratio is not None and not 1.0 < engine.hicache.ratio < math.inf:
         raise InputError("engine.hicache.ratio", f"{engine.hicache.ratio} is too small", "a number above 1")
     if engine.hicache.size_gb is not None:
         _at_least("engine.hicache.size_gb", engine.hicache.size_gb, 1)
@@ -211,6 +229,8 @@ def check(config: Config) -> None:
         _at_least("engine.max_total_tokens", engine.max_total_tokens, 64)
     if engine.mem_fraction_static is not None and not 0.0 < engine.mem_fraction_static < 1.0:
         raise InputError("engine.mem_fraction_static", f"{engine.mem_fraction_static} is out of range", "0 < x < 1")
+    _above_zero("engine.start_timeout_s", engine.start_timeout_s)
+    _at_least("engine.stop_timeout_s", engine.stop_timeout_s, 0)
     if not engine.started_here and not engine.urls:
         raise InputError(
             "engine.urls",
@@ -222,22 +242,30 @@ def check(config: Config) -> None:
             raise InputError("engine.urls", f"{url!r} is not an address", "http://HOST:PORT or https://HOST:PORT")
 
     sampling = config.sampling
-    if not sampling.temperature >= 0.0:
-        raise InputError("sampling.temperature", f"{sampling.temperature} is negative", "0 or more")
+    _at_least("sampling.temperature", sampling.temperature, 0)
     if not 0.0 < sampling.top_p <= 1.0:
         raise InputError("sampling.top_p", f"{sampling.top_p} is out of range", "0 < x <= 1")
     if sampling.top_k != -1:
         _at_least("sampling.top_k", sampling.top_k, 1)
     _between("sampling.min_p", sampling.min_p, 0.0, 1.0)
     _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+    if sampling.seed is not None and engine.kind == "cpu":
+        # SGLang draws from a seed only in its deterministic mode, which none of its CPU attention backends has.
+        raise InputError("sampling.seed", "SGLang on the CPU cannot draw from a seed", "null, or another engine")
     if sampling.segment_tokens != 0:
         raise InputError("sampling.segment_tokens", "answers in segments are not built yet", "0")
     _between("capture.top_k", config.capture.top_k, 0, 1000)
     _at_least("client.concurrency", config.client.concurrency, 1)
     _at_least("client.max_attempts", config.client.max_attempts, 1)
     _above_zero("client.timeout_s", config.client.timeout_s)
+    _at_least("client.backoff_s", config.client.backoff_s, 0)
+    _at_least("client.backoff_max_s", config.client.backoff_max_s, 0)
     _at_least("store.rows_per_shard", config.store.rows_per_shard, 1)
     _above_zero("store.sync_interval_s", config.store.sync_interval_s)
+    _one_of("store.compression", config.store.compression, COMPRESSIONS)
+    _at_least("store.min_free_gb", config.store.min_free_gb, 0)
+    if config.export.max_length is not None:
+        _at_least("export.max_length", config.export.max_length, 1)
 
 
 def content_settings(config: Config) -> dict[str, Any]:
@@ -273,14 +301,20 @@ def _one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
         raise InputError(key, f"{value!r} is not known", accepted)
 
 
+def _not_empty(key: str, value: str, accepted: str) -> None:
+    if not value.strip():
+        raise InputError(key, "a value is needed", accepted)
+
+
+# Comparisons are written so that NaN fails them, and none lets infinity through: both can be typed.
 def _at_least(key: str, value: Union[int, float], least: int) -> None:
-    if value < least:
-        raise InputError(key, f"{value} is too small", f"{least} or more")
+    if not least <= value < math.inf:
+        raise InputError(key, f"{value} is out of range", f"{least} or more")
 
 
 def _above_zero(key: str, value: float) -> None:
-    if value <= 0:
-        raise InputError(key, f"{value} is too small", "a number above 0")
+    if not 0 < value < math.inf:
+        raise InputError(key, f"{value} is out of range", "a number above 0")
 
 
 def _between(key: str, value: Union[int, float], low: float, high: float) -> None:

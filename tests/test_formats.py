@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.prompts.formats import FORMATS, MalformedRow, conversation
@@ -137,6 +137,7 @@ turn_texts = st.lists(pieces, max_size=8).map(lambda parts: "".join(parts).strip
 turn_texts = turn_texts.filter(lambda text: not re.search(r"(^|\n[ ]*\n)\s*(USER|ASSISTANT):", text))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(MARKERS)), turn_texts), min_size=1, max_size=6), st.integers(2, 4))
 def test_any_turns_survive_being_written_as_a_glaive_chat(turns: list[tuple[str, str]], newlines: int) -> None:
     end = {"assistant": " <|endoftext|>"}
@@ -309,6 +310,7 @@ anything = st.recursive(
 column_names = st.sampled_from([*(form.columns[0] for form in FORMATS), "output", "answer", "system", "tools"])
 
 
+@settings(deadline=None)
 @given(st.dictionaries(column_names, anything, max_size=4))
 def test_any_row_is_a_conversation_or_malformed_and_nothing_else(row: dict[str, Any]) -> None:
     with contextlib.suppress(MalformedRow):

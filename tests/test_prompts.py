@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import DatasetConfig
@@ -283,12 +283,14 @@ rows_of_any_kind = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(rows_of_any_kind, min_size=1, max_size=12))
 def test_no_two_rows_have_the_same_id(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
     found = prompts(write(tmp_path_factory.mktemp("rows"), *rows))
     assert len({item.id for item in found}) == len(rows)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_ids_do_not_depend_on_the_order_of_rows(
     tmp_path_factory: pytest.TempPathFactory, numbers: list[int], chance: random.Random

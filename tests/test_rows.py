@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline
@@ -299,6 +299,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(json_values, max_size=6), st.booleans(), st.integers(1, 5), st.booleans())
 def test_a_json_list_survives_being_read_in_pieces(items: list[Any], ascii_only: bool, size: int, spread: bool) -> None:
     data = json.dumps(items, ensure_ascii=ascii_only, indent=1 if spread else None).encode("utf-8", "surrogatepass")

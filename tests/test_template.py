@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -165,6 +166,7 @@ def test_a_worker_thread_encodes_while_this_one_decodes(template: PromptTemplate
 # Decoding
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=30) | st.sampled_from(["a , b . c 's n't", " x  y ", "a<|im_end|> b", "\u2028 é"]))
 def test_decoding_gives_back_every_character(template: PromptTemplate, text: str) -> None:
     ids = template._tokenizer.encode(text)
@@ -248,7 +250,7 @@ def slow() -> Any:
         vocab_size = 256
 
         def get_vocab(self) -> dict[str, int]:
-            return {chr(byte): byte for byte in range(256)} | self.added_tokens_encoder
+            return {chr(byte): byte for byte in range(256)}  # without added tokens, as some do it
 
         def _tokenize(self, text: str, **_: Any) -> list[str]:
             return [chr(byte) for byte in text.encode()]
@@ -319,12 +321,19 @@ def test_generation_settings_that_cannot_be_read(folder: Path) -> None:
     assert "generation_config.json' is not as expected" in text
 
 
-def test_a_long_prompt_brings_no_warning(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 8}))
+def test_a_long_prompt_brings_no_warning(folder: Path) -> None:
+    settings_file = folder / "tokenizer_config.json"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"model_max_length": 8}))
     template = load_template(ModelConfig(path=str(folder)))
-    rendered(template, ask(Message("user", "hello " * 100)))
-    assert capfd.readouterr() == ("", "")
+    warnings: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = warnings.append  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(listener)
+    try:
+        rendered(template, ask(Message("user", "hello " * 100)))
+    finally:
+        logging.getLogger("transformers").removeHandler(listener)
+    assert not warnings
 
 
 @pytest.mark.parametrize("key", ["path", "tokenizer"])

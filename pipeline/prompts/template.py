@@ -69,7 +69,7 @@ class PromptTemplate:
     @cached_property
     def vocab_size(self) -> int:
         """The largest id, added tokens included, plus one."""
-        largest: int = max([*self._tokenizer.get_vocab().values(), *self._tokenizer.added_tokens_decoder])
+        largest: int = max(_vocabulary(self._tokenizer).values())
         return largest + 1
 
     def _render(self, messages: Iterable[Message], tools: str | None) -> Ids:
@@ -190,10 +190,16 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_identity(tokenizer: Any) -> Any:
     if not getattr(tokenizer, "is_fast", False):
-        return sorted(tokenizer.get_vocab().items())
+        return sorted(_vocabulary(tokenizer).items())
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # How the last batch was padded and cut is a state, not part of what the tokenizer is.
     return {name: part for name, part in backend.items() if name not in ("padding", "truncation")}
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    # Tokenizers with code of their own do not all count added tokens as vocabulary.
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    return {**tokenizer.get_vocab(), **added}
 
 
 def _exact_decoding(tokenizer: Any) -> dict[str, bool]:
