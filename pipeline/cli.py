@@ -283,7 +283,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> InputError:
     if match := re.search(r"Key '[^']*' not in '.*'\n\s*full_key: (\S+)", text):
         return _unknown_key(match.group(1))
     if match := re.search(r"(.*)\n\s*full_key: (\S+)", text):
-        reason, key = match.groups()
+        reason, key = match.group(1), match.group(2).split("[")[0]
         values = [value for name, _, value in (word.lstrip("+").partition("=") for word in overrides) if name == key]
         return InputError(key, f"{values[-1]!r} does not fit" if values else reason, _accepted(key))
     if match := re.search(r"Could not override '([^']*)'", text):
@@ -322,7 +322,7 @@ def _known_keys(schema: Any, prefix: str = "") -> list[str]:
 def _accepted(key: str) -> str:
     """What a key takes, in words, from its type."""
     kind: Any = Config
-    for name in key.split("[")[0].split("."):
+    for name in key.split("."):
         kind = get_type_hints(kind)[name] if is_dataclass(kind) else (get_args(kind) or (Any,))[-1]
     optional = NoneType in get_args(kind)
     if optional:

@@ -20,7 +20,8 @@ ENGINE_KINDS = ("cpu", "gpu", "attach", "openai")
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
 IO_BACKENDS = ("kernel", "direct")
 MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
-COMPRESSIONS = ("zstd", "snappy", "gzip", "brotli", "lz4", "none")
+COMPRESSION_LEVELS = {"zstd": (1, 22), "gzip": (1, 9), "brotli": (0, 11)}
+COMPRESSIONS = (*COMPRESSION_LEVELS, "snappy", "lz4", "none")
 
 
 @dataclass
@@ -83,7 +84,9 @@ class EngineConfig:
     them, 0 picks free ones. ``args``: further SGLang flags, which win over those made from the keys here. ``env``:
     environment added to the engine's. ``python``: the interpreter that has SGLang (default: this one).
     ``max_total_tokens``: size of the KV pool in tokens. ``api_key_env``: the environment variable that holds the
-    key of an OpenAI-compatible server. Times in seconds.
+    key of an OpenAI-compatible server. Times in seconds: an engine of ours that makes no token for ``stall_s`` while it
+    has requests is started again; ``restart_pause_s`` is the first pause before that, doubling up to a minute;
+    ``lost_after_s`` without any attached engine ends a run.
     """
 
     kind: str = "cpu"
@@ -103,6 +106,10 @@ class EngineConfig:
     api_key_env: str = "OPENAI_API_KEY"
     start_timeout_s: float = 1800.0
     stop_timeout_s: float = 30.0
+    stall_s: float = 300.0
+    restart_pause_s: float = 1.0
+    restarts_per_hour: int = 6
+    lost_after_s: float = 600.0
 
     @property
     def started_here(self) -> bool:
@@ -134,7 +141,8 @@ class CaptureConfig:
 @dataclass
 class ClientConfig:
     """``concurrency``: requests in flight per engine. ``timeout_s``: one request, from sending to the last byte.
-    ``max_attempts``: requests made for one prompt before it is a failure."""
+    ``max_attempts``: requests made for one prompt before it is a failure; ``backoff_s`` is the longest pause before
+    the second of them, doubled for each further one up to ``backoff_max_s``."""
 
     concurrency: int = 64
     max_attempts: int = 5
@@ -231,6 +239,10 @@ def check(config: Config) -> None:
         raise InputError("engine.mem_fraction_static", f"{engine.mem_fraction_static} is out of range", "0 < x < 1")
     _above_zero("engine.start_timeout_s", engine.start_timeout_s)
     _at_least("engine.stop_timeout_s", engine.stop_timeout_s, 0)
+    _above_zero("engine.stall_s", engine.stall_s)
+    _above_zero("engine.lost_after_s", engine.lost_after_s)
+    _at_least("engine.restart_pause_s", engine.restart_pause_s, 0)
+    _at_least("engine.restarts_per_hour", engine.restarts_per_hour, 0)
     if not engine.started_here and not engine.urls:
         raise InputError(
             "engine.urls",
@@ -252,8 +264,9 @@ def check(config: Config) -> None:
     if sampling.seed is not None and engine.kind == "cpu":
         # SGLang draws from a seed only in its deterministic mode, which none of its CPU attention backends has.
         raise InputError("sampling.seed", "SGLang on the CPU cannot draw from a seed", "null, or another engine")
-    if sampling.segment_tokens != 0:
-        raise InputError("sampling.segment_tokens", "answers in segments are not built yet", "0")
+    _at_least("sampling.segment_tokens", sampling.segment_tokens, 0)
+    if sampling.segment_tokens and engine.kind == "openai":
+        raise InputError("sampling.segment_tokens", "engine=openai cannot go on with an answer begun", "0")
     _between("capture.top_k", config.capture.top_k, 0, 1000)
     _at_least("client.concurrency", config.client.concurrency, 1)
     _at_least("client.max_attempts", config.client.max_attempts, 1)
@@ -263,6 +276,8 @@ def check(config: Config) -> None:
     _at_least("store.rows_per_shard", config.store.rows_per_shard, 1)
     _above_zero("store.sync_interval_s", config.store.sync_interval_s)
     _one_of("store.compression", config.store.compression, COMPRESSIONS)
+    if levels := COMPRESSION_LEVELS.get(config.store.compression):
+        _between("store.compression_level", config.store.compression_level, *levels)
     _at_least("store.min_free_gb", config.store.min_free_gb, 0)
     if config.export.max_length is not None:
         _at_least("export.max_length", config.export.max_length, 1)

@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.engine.command import engine_command, interpreter, local_model
 from pipeline.engine.flags import FlagReport, ask_parser
 from pipeline.engine.probe import check_model, engine_facts
-from pipeline.errors import PipelineError
+from pipeline.errors import InputError, PipelineError
 from pipeline.prompts import read_prompts
 from pipeline.prompts.template import load_template
 from pipeline.records import Failure
@@ -78,6 +78,9 @@ def _flags(report: FlagReport) -> Iterator[Check]:
     for unknown in report.unknown:
         near = f"; did you mean {unknown.nearest}?" if unknown.nearest else ""
         yield Check("BAD", "flag", f"SGLang {report.version} knows no {unknown.flag}{near}")
+    for outdated in report.outdated:
+        instead = f"is deprecated; use {outdated.instead}" if outdated.instead else "is read and ignored"
+        yield Check("warn", "flag", f"{outdated.flag} {instead}")
     if report.problem:
         yield Check("BAD", "flags", report.problem)
     elif not report.unknown:
@@ -85,7 +88,10 @@ def _flags(report: FlagReport) -> Iterator[Check]:
 
 
 def _memory(config: Config) -> Check:
-    available = _available_memory_gb()
+    try:
+        available = _available_memory_gb()
+    except OSError as error:
+        return Check("warn", "memory", f"how much is available cannot be read: {error}")
     cache = config.engine.hicache
     if not cache.enabled:
         return Check("warn", "memory", f"{available:.0f} GB available; HiCache is off")
@@ -96,7 +102,10 @@ def _memory(config: Config) -> Check:
     text = f"host pool {wanted} GB over {ranks} ranks, {available:.0f} GB available"
     if wanted <= budget:
         return Check("ok", "memory", text)
-    return Check("BAD", "memory", f"{text}; engine.hicache.size_gb={max(int(budget / ranks), 0)} would fit")
+    fitting = int(budget / ranks)
+    advice = f"engine.hicache.size_gb={fitting}" if fitting >= 1 else "only engine.hicache.enabled=false"
+    reserve = f"of which SGLang keeps {HICACHE_RESERVE_GB:.0f} GB free"
+    return Check("BAD", "memory", f"{text}, {reserve}; {advice} would fit")
 
 
 def _attached(config: Config) -> Iterator[Check]:
@@ -110,12 +119,27 @@ def _attached(config: Config) -> Iterator[Check]:
 async def _describe(config: Config, url: str) -> str:
     async with aiohttp.ClientSession() as session:
         if config.engine.kind == "openai":
-            async with session.get(f"{url}/v1/models") as response:
-                return f"{url} answers /v1/models with {response.status}"
+            return await _openai_models(config, session, url)
         facts = await engine_facts(session, url)
     if config.engine.check_model:
         check_model(facts, config.model)
     return f"{url}: SGLang {facts.version}, {facts.model_path}, {facts.kv_pool_tokens} KV tokens"
+
+
+async def _openai_models(config: Config, session: aiohttp.ClientSession, url: str) -> str:
+    address = f"{url.removesuffix('/v1')}/v1/models"
+    key = os.environ.get(config.engine.api_key_env, "").strip()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with session.get(address, headers=headers, timeout=aiohttp.ClientTimeout(total=60)) as response:
+            status = response.status
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        raise InputError("engine.urls", f"{url} does not answer: {str(error) or type(error).__name__}") from None
+    if status in (401, 403):
+        raise InputError("engine.api_key_env", f"{address} refuses the key in {config.engine.api_key_env}")
+    if status != 200:
+        raise InputError("engine.urls", f"{address} answers HTTP {status}")
+    return f"{address} answers"
 
 
 def _model(config: Config) -> Check:
@@ -133,11 +157,14 @@ def _disk(config: Config) -> Check:
     place = Path(config.run.dir).absolute()
     while not place.exists():
         place = place.parent
-    free_gb = shutil.disk_usage(place).free / 1e9
+    if not place.is_dir():
+        return Check("BAD", "disk", f"run.dir: {place} is no folder")
     if not os.access(place, os.W_OK):
-        return Check("BAD", "disk", f"{place} cannot be written")
+        return Check("BAD", "disk", f"run.dir: {place} cannot be written")
+    free_gb = shutil.disk_usage(place).free / 1e9
     enough = free_gb >= config.store.min_free_gb
-    return Check("ok" if enough else "BAD", "disk", f"{free_gb:.1f} GB free for {config.run.dir}")
+    needed = "" if enough else f"; store.min_free_gb asks for {config.store.min_free_gb:g}"
+    return Check("ok" if enough else "BAD", "disk", f"{free_gb:.1f} GB free for {config.run.dir}{needed}")
 
 
 def _dataset(config: Config) -> Check:

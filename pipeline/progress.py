@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from typing import Never, TextIO
@@ -73,7 +74,9 @@ class Progress:
         done = self._folder.totals.rows + self._folder.failures
         state = status_text(self._folder.totals, self._folder.failures, self.tokens / max(self.seconds, 1e-9), load)
         report = {"text": f"{done}{self._of()} rows, {state}", "expected": self._bar.total}
-        (self._folder.path / "journal" / REPORT).write_bytes(orjson.dumps(report))
+        # A disk that is full stops the run where an outcome cannot be written, not here.
+        with contextlib.suppress(OSError):
+            (self._folder.path / "journal" / REPORT).write_bytes(orjson.dumps(report))
         if self._on_terminal:
             self._bar.set_postfix_str(state, refresh=False)
             self._bar.update(done - self._bar.n)
@@ -89,7 +92,7 @@ class Progress:
         new = done - self._rows_before
         if not self._bar.total or new <= 0:
             return ""
-        return f", {(self._bar.total - done) * self.seconds / new:.0f} s left"
+        return f", {max(self._bar.total - done, 0) * self.seconds / new:.0f} s left"
 
 
 def status_text(totals: Totals, failures: int, tokens_per_s: float, load: Load | None) -> str:

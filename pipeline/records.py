@@ -107,6 +107,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of an answer as one request brought it; a whole answer is one segment or several.
+
+    ``attempts`` counts the requests made for it, ``latency_s`` spans them; ``engine`` gave it.
+    """
+
+    answer: Answer
+    attempts: int
+    latency_s: float
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A prompt and its answer: one row of a shard.
 

@@ -25,14 +25,14 @@ from pipeline.client.vocabulary import model_vocab_size
 from pipeline.config import Config, content_settings, fingerprint
 from pipeline.engine.fleet import Fleet
 from pipeline.engine.probe import logprob_semantics
-from pipeline.engine.supervise import open_fleet, watch
+from pipeline.engine.supervise import open_fleet, supervise
 from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, first_error
 from pipeline.feed import PromptFeed
 from pipeline.progress import Progress
 from pipeline.prompts import read_prompts
 from pipeline.prompts.count import expected_prompts
 from pipeline.prompts.template import PromptTemplate, load_template
-from pipeline.records import Failure, TokenizedPrompt, Totals
+from pipeline.records import Failure, Segment, TokenizedPrompt, Totals
 from pipeline.stop import Stop
 from pipeline.store import Capture, Manifest, RunFolder, open_run
 
@@ -127,7 +127,7 @@ async def generate(
             tasks = [
                 background.create_task(sync_regularly(folder, config.store.sync_interval_s)),
                 background.create_task(seal_when_full(folder)),
-                background.create_task(watch(fleet)),
+                background.create_task(supervise(config, fleet, session)),
                 background.create_task(progress.show(session, fleet)),
             ]
             async with asyncio.TaskGroup() as workers:
@@ -143,8 +143,18 @@ async def generate(
 async def work(feed: PromptFeed, completer: Completer, folder: RunFolder, template: PromptTemplate | None) -> None:
     """One worker: takes a prompt, gets its outcome, records it, takes the next."""
     async for prompt in feed:
-        answered = prompt if isinstance(prompt, Failure) else await completer.answer(prompt)
+        answered = prompt if isinstance(prompt, Failure) else await answer(prompt, completer, folder)
         await asyncio.to_thread(record, folder, answered, template)
+
+
+async def answer(prompt: TokenizedPrompt, completer: Completer, folder: RunFolder) -> Answered | Failure:
+    """The answer to one prompt, begun where an earlier session was interrupted, each segment kept as it comes."""
+
+    async def keep(number: int, segment: Segment) -> None:
+        await asyncio.to_thread(folder.append_segment, prompt.prompt.id, number, segment)
+
+    begun = await asyncio.to_thread(folder.begun, prompt.prompt.id) if folder.has_begun(prompt.prompt.id) else ()
+    return await completer.answer(prompt, begun, keep)
 
 
 def record(folder: RunFolder, answered: Answered | Failure, template: PromptTemplate | None) -> None:

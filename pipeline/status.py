@@ -46,19 +46,31 @@ def read_status(folder: Path) -> Status:
     Raises:
         InputError: it is no run folder.
     """
-    manifest = manifest_file.load(folder)
-    sealed = {Path(entry.name).stem for entry in manifest.shards}
-    journals = [path for path in (folder / "journal").glob("part-*.journal") if path.stem not in sealed]
+    live = is_locked(folder)
+    manifest, journalled = _counted(folder)
     report = _last_report(folder)
     return Status(
         manifest=manifest,
-        live=is_locked(folder),
+        live=live,
         sealed=manifest.totals.rows,
-        journalled=sum(count_records(path, COMPLETION) for path in journals),
+        journalled=journalled,
         failures=failure_kinds(folder),
         expected=report.get("expected"),
         last_report=report.get("text"),
     )
+
+
+def _counted(folder: Path) -> tuple[Manifest, int]:
+    """The manifest, and the rows in journals whose shard it does not list."""
+    for _ in range(3):
+        manifest = manifest_file.load(folder)
+        sealed = {Path(entry.name).stem for entry in manifest.shards}
+        journals = [path for path in (folder / "journal").glob("part-*.journal") if path.stem not in sealed]
+        rows = sum(count_records(path, COMPLETION) for path in journals)
+        if all(path.exists() for path in journals):
+            break
+        # The run sealed one meanwhile: its rows are in a shard that this manifest does not list yet.
+    return manifest, rows
 
 
 def failure_kinds(folder: Path) -> dict[str, int]:
@@ -70,6 +82,6 @@ def _last_report(folder: Path) -> dict[str, Any]:
     """What the run showed last; nothing before its first report, or while a report is being written."""
     try:
         found = orjson.loads((folder / "journal" / REPORT).read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
+    except (OSError, orjson.JSONDecodeError):
         return {}
     return found if isinstance(found, dict) else {}

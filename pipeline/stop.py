@@ -39,7 +39,7 @@ class Stop:
             return
         log.warning("stopping: answers in flight have %g s to finish; once more to stop now", self._drain_s)
         self._drain()
-        self._deadline = asyncio.get_running_loop().call_later(self._drain_s, self._end)
+        self._deadline = asyncio.get_running_loop().call_later(self._drain_s, self._overdue)
 
     @contextmanager
     def draining(self, drain: Callable[[], None], drain_s: float) -> Iterator[None]:
@@ -51,6 +51,10 @@ class Stop:
             self._drain = None
             if self._deadline is not None:
                 self._deadline.cancel()
+
+    def _overdue(self) -> None:
+        log.warning("answers still in flight after %g s are given up; their prompts run again next time", self._drain_s)
+        self._end()
 
     def _end(self) -> None:
         if self._task is not None:

@@ -13,8 +13,8 @@ from pipeline.audit import audit as audit_folder
 from pipeline.audit import report_lines
 from pipeline.config import Config
 from pipeline.doctor import examine
-from pipeline.engine.supervise import open_fleet, watch
-from pipeline.errors import EXIT_BAD_INPUT, EXIT_BROKEN, EXIT_OK, EXIT_STOPPED
+from pipeline.engine.supervise import open_fleet, supervise
+from pipeline.errors import EXIT_BAD_INPUT, EXIT_BROKEN, EXIT_OK, EXIT_STOPPED, InputError
 from pipeline.export import export as export_run
 from pipeline.status import failure_kinds, read_status
 from pipeline.stop import Stop
@@ -44,7 +44,13 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def serve(config: Config, config_yaml: str) -> int:
-    """Keeps engines up until a signal comes."""
+    """Keeps engines up until a signal comes.
+
+    Raises:
+        InputError: the configured engines are not ours to start.
+    """
+    if not config.engine.started_here:
+        raise InputError("engine", f"engine={config.engine.kind} is somebody else's to start", ("cpu", "gpu"))
     logs.to_terminal()
     stop = Stop()
     return with_signals(_serve(config), stop)
@@ -57,7 +63,7 @@ async def _serve(config: Config) -> int:
         async with run_stage.open_session() as session, open_fleet(config, session, log_folder) as fleet:
             urls = ",".join(engine.url for engine in fleet.engines)
             say(f"ready: engine=attach engine.urls=[{urls}]")
-            await watch(fleet)
+            await supervise(config, fleet, session)
     except asyncio.CancelledError:
         say("engines stopped")
     return EXIT_STOPPED
@@ -73,7 +79,8 @@ def status(config: Config, config_yaml: str) -> int:
         f"outcomes   {done}{of}: {found.sealed} rows in {len(found.manifest.shards)} shards, "
         f"{found.journalled} in the journal, {sum(found.failures.values())} failures"
     )
-    for line in totals_lines(found.manifest.totals, found.failures)[1:]:
+    _, failures, *of_shards = totals_lines(found.manifest.totals, found.failures)
+    for line in [failures, *of_shards] if found.sealed else [failures]:
         say(line)
     if found.last_report:
         say(f"{'now' if found.live else 'last'}        {found.last_report}")

@@ -247,7 +247,9 @@ K = 4
 
 def write_dataset(path: Path, rows: int) -> DatasetConfig:
     """A local dataset of ``rows`` prompts."""
-    lines = [json.dumps({"id": f"r{n}", "messages": [{"role": "user", "content": f"What is {n}?"}]}) for n in range(rows)]
+    lines = [
+        json.dumps({"id": f"r{n}", "messages": [{"role": "user", "content": f"What is {n}?"}]}) for n in range(rows)
+    ]
     path.write_text("".join(f"{line}\n" for line in lines))
     return DatasetConfig(name="made", path=str(path), split="train", source="hub")
 

@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 
 from pipeline.client.chat import ChatClient, open_chat
-from pipeline.client.chat_probe import semantics
+from pipeline.client.chat_probe import COLUMNS, semantics
 from pipeline.client.chat_reply import parse, to_answer
-from pipeline.client.complete import Completer, to_completion
+from pipeline.client.complete import Answered, Completer, to_completion
 from pipeline.client.endpoint import Request
 from pipeline.client.faults import RequestFault
 from pipeline.client.generate import GenerateClient
@@ -28,7 +28,8 @@ from pipeline.config import Config
 from pipeline.engine.fleet import Engine, Fleet
 from pipeline.engine.probe import EngineFacts
 from pipeline.errors import InputError
-from pipeline.records import Answer, Completion, Message, Prompt, TokenizedPrompt
+from pipeline.records import Answer, Message, Prompt, Segment, TokenizedPrompt
+from pipeline.store.rows import encode_completion, to_table, unpack
 
 LOGPROBS = ("output_logprobs", "topk_ids", "topk_logprobs", "tail_logprob")
 ACCOUNTING = ("cached_device_tokens", "cached_host_tokens", "retractions", "queue_s", "weight_version")
@@ -723,21 +724,32 @@ def test_a_server_that_hangs_is_a_timeout() -> None:
 
 
 def test_a_rate_limited_prompt_is_answered_at_the_next_attempt() -> None:
-    async def scenario() -> tuple[Any, int]:
-        async with serving(RateLimited()) as url:
-            config = config_for(url)
-            async with aiohttp.ClientSession() as session:
-                fleet = fleet_of(url)
-                async with open_endpoint(config, session, fleet, None) as (endpoint, _):
-                    completer = Completer(fleet, endpoint, config.client, config.sampling)
-                    answered = await completer.answer(TokenizedPrompt(PROMPT, None))
-        return to_completion(answered, None), answered.attempts  # type: ignore[arg-type,union-attr]
+    async def scenario() -> Any:
+        async with serving(RateLimited()) as url, aiohttp.ClientSession() as session:
+            config, fleet = config_for(url), fleet_of(url)
+            async with open_endpoint(config, session, fleet) as (endpoint, _):
+                completer = Completer(fleet, endpoint, config.client, config.sampling)
+                return await completer.answer(TokenizedPrompt(PROMPT, None), [], keep_nothing)
 
-    completion, attempts = asyncio.run(scenario())
-    assert isinstance(completion, Completion)
-    assert attempts == 2
+    async def keep_nothing(number: int, segment: Segment) -> None:
+        raise AssertionError("there is one segment")
+
+    completion = to_completion(asyncio.run(scenario()), None)
+    assert completion.attempts == 2
     assert completion.text == "four words are here"
     assert completion.reply == Message("assistant", "four words are here")
+
+
+@pytest.mark.parametrize("double", [PlainOpenAI(), VllmLike(), SglangLike()])
+def test_a_row_is_null_where_its_run_says_so_and_nowhere_else(double: PlainOpenAI) -> None:
+    answer, client = ask(double)
+    answered = Answered(TokenizedPrompt(PROMPT, None), (Segment(answer, 1, 0.5, "e"),), "{}")
+    (row,) = to_table([unpack(encode_completion(to_completion(answered, None)))]).to_pylist()
+    assert {column for column in COLUMNS if row[column] is None} == set(client.capture.missing)
+    assert row["text"] == "four words are here"
+    assert row["messages"][-1]["role"] == "assistant"
+    if answer.topk_logprobs is not None:
+        assert row["topk_logprobs"] == answer.topk_logprobs.tolist()
 
 
 # --- what makes a server unusable ---------------------------------------------------------------------------------
@@ -787,7 +799,7 @@ def opened(double: PlainOpenAI, change: Callable[[Config], object] = lambda conf
         async with serving(double) as url, aiohttp.ClientSession() as session:
             config = config_for(url)
             change(config)
-            async with open_endpoint(config, session, fleet_of(url), None) as (endpoint, capture):
+            async with open_endpoint(config, session, fleet_of(url)) as (endpoint, capture):
                 return endpoint, capture
 
     return asyncio.run(scenario())
@@ -817,6 +829,11 @@ def test_scaled_values_are_taken_only_where_that_is_allowed() -> None:
     assert capture.logprobs == "raw"
 
 
+def test_a_server_that_renders_by_itself_is_not_asked_in_segments() -> None:
+    with pytest.raises(InputError, match=r"sampling\.segment_tokens"):
+        opened(VllmLike(), lambda config: setattr(config.sampling, "segment_tokens", 8))
+
+
 # --- the real engine ----------------------------------------------------------------------------------------------
 
 CONVERSATION = (
@@ -840,7 +857,7 @@ async def engine_answer(url: str, kind: str, request: Request) -> tuple[Answer, 
     config = engine_config(url, kind)
     async with (
         aiohttp.ClientSession() as session,
-        open_endpoint(config, session, fleet_of(url), None) as (endpoint, capture),
+        open_endpoint(config, session, fleet_of(url)) as (endpoint, capture),
     ):
         return await endpoint.answer(url, request), endpoint, capture
 

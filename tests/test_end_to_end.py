@@ -18,6 +18,8 @@ import pytest
 from pipeline.audit import audit
 from pipeline.cli import main
 from pipeline.status import read_status
+from pipeline.store.journal import count_records
+from pipeline.store.rows import SEGMENT
 
 pytestmark = pytest.mark.engine
 
@@ -249,3 +251,64 @@ def test_the_exports_of_a_run_are_what_was_generated(finished: Path) -> None:
     assert [record["input_ids"] for record in records] == [row["prompt_ids"] + row["output_ids"] for row in rows]
     assert [sum(record["loss_mask"]) for record in records] == [row["completion_tokens"] for row in rows]
     assert main(["export", f"run.dir={finished}", "to=speculators"]) == 0
+
+
+@pytest.mark.parametrize("segment_tokens", [1, 7, 32])
+def test_an_answer_in_segments_is_the_answer_in_one(
+    segment_tokens: int, finished: Path, engine_url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = (
+        "dataset.limit=8",
+        "sampling=greedy",
+        "sampling.max_new_tokens=40",
+        f"sampling.segment_tokens={segment_tokens}",
+    )
+    assert main(run_words(folder, engine_url, *words)) == 0
+    assert_sound(folder, 8)
+    whole = {row["id"]: row for row in rows_of(finished).to_pylist()}
+    for row in rows_of(folder).to_pylist():
+        other = whole[row["id"]]
+        assert row["segments"] == -(-row["completion_tokens"] // segment_tokens)
+        for name in ("prompt_ids", "output_ids", "text", "finish_reason", "prompt_tokens", "messages"):
+            assert row[name] == other[name], name
+        for name in ("output_logprobs", "topk_logprobs", "tail_logprob"):
+            np.testing.assert_allclose(row[name], other[name], atol=1e-4)
+
+
+def test_an_interrupted_answer_goes_on_from_its_last_segment(engine_url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = run_words(
+        *(folder, engine_url, "dataset.limit=6", "sampling=greedy", "sampling.max_new_tokens=400"),
+        *("sampling.segment_tokens=8", "client.concurrency=3", "store.rows_per_shard=2"),
+    )
+    command = [sys.executable, "-m", "pipeline", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_segments(folder, 12, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = segments_in(folder)
+    assert main(words) == 0
+    assert_sound(folder, 6)
+    whole = tmp_path / "whole"
+    assert main([*words, f"run.dir={whole}", "sampling.segment_tokens=0"]) == 0
+    texts = dict(zip(ids_of(whole), rows_of(whole)["output_ids"].to_pylist(), strict=True))
+    rows = rows_of(folder).to_pylist()
+    assert {row["id"]: row["output_ids"] for row in rows} == texts
+    # What the first session kept was not asked for again: the attempts of all rows are those of both sessions.
+    assert sum(row["attempts"] for row in rows) == sum(row["segments"] for row in rows)
+    assert kept >= 12
+
+
+def segments_in(folder: Path) -> int:
+    return sum(count_records(path, SEGMENT) for path in (folder / "journal").glob("part-*.journal"))
+
+
+def wait_for_segments(folder: Path, enough: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before it could be killed"
+        if segments_in(folder) >= enough:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run made no progress")

@@ -33,12 +33,16 @@ from pipeline.client.generate import GenerateClient
 from pipeline.config import ClientConfig, SamplingConfig
 from pipeline.engine.fleet import Engine, Fleet
 from pipeline.engine.probe import engine_facts
-from pipeline.records import Answer, Failure, Message, Prompt, TokenizedPrompt
+from pipeline.records import Answer, Failure, Message, Prompt, Segment, TokenizedPrompt
 
 PROMPT = Prompt("local/a/t0/s0", "local", "a", 0, 0, (Message("user", "hello"),))
 IDS = np.arange(5, 12, dtype=np.int32)
 SAMPLING = SamplingConfig(max_new_tokens=9)
 QUICK = ClientConfig(concurrency=2, max_attempts=3, timeout_s=0.5, backoff_s=0.001, backoff_max_s=0.002)
+
+
+async def keep_nothing(number: int, segment: Segment) -> None:
+    raise AssertionError("a whole answer is no segment to keep")
 
 
 def ask(behaviour: Behaviour, top_k: int = 5) -> Answer:
@@ -68,7 +72,7 @@ def complete(*behaviours: Behaviour, client: ClientConfig = QUICK) -> tuple[Answ
             engine = Engine("double", double.url, await engine_facts(session, double.url), client.concurrency)
             endpoint = GenerateClient(session, SAMPLING, 5, client.timeout_s, VOCAB)
             completer = Completer(Fleet([engine]), endpoint, client, SAMPLING)
-            return await completer.answer(TokenizedPrompt(PROMPT, IDS)), double
+            return await completer.answer(TokenizedPrompt(PROMPT, IDS), (), keep_nothing), double
 
     return asyncio.run(main())
 
@@ -144,7 +148,7 @@ TRANSIENT = [
 def test_one_bad_attempt_costs_one_attempt(behaviour: Behaviour) -> None:
     answered, engine = complete(behaviour)
     assert isinstance(answered, Answered)
-    assert answered.attempts == 2
+    assert [segment.attempts for segment in answered.segments] == [2]
     assert len(engine.requests) == 2
 
 
@@ -181,7 +185,7 @@ def test_a_prompt_that_no_engine_takes_is_not_sent() -> None:
             engine = Engine("double", double.url, await engine_facts(session, double.url), 1)
             completer = Completer(Fleet([engine]), GenerateClient(session, SAMPLING, 5, 5, VOCAB), QUICK, SAMPLING)
             long = TokenizedPrompt(PROMPT, np.ones(2000, dtype=np.int32))
-            return await completer.answer(long), len(double.requests)
+            return await completer.answer(long, (), keep_nothing), len(double.requests)
 
     failure, requests = asyncio.run(main())
     assert isinstance(failure, Failure)
@@ -201,7 +205,7 @@ def test_an_engine_is_never_asked_more_than_its_limit_at_once() -> None:
             completer = Completer(Fleet([engine]), GenerateClient(session, SAMPLING, 5, 5, VOCAB), QUICK, SAMPLING)
             async with asyncio.TaskGroup() as group:
                 for _ in range(20):
-                    group.create_task(completer.answer(TokenizedPrompt(PROMPT, IDS)))
+                    group.create_task(completer.answer(TokenizedPrompt(PROMPT, IDS), (), keep_nothing))
             return double.most_in_flight
 
     assert asyncio.run(main()) == 4

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_faults import folder_in_memory, full_disk, never_wait_for_the_disk
 
 from pipeline.errors import StoreError
 from pipeline.store import durable
@@ -20,16 +18,15 @@ from pipeline.store.journal import MAGIC, JournalWriter, count_records, frame, r
 RECORDS = [b"C first", b"", b"C" + bytes(20), b"P partial", frame(b"C a frame in a record") * 2, b"C last \xff\r\n"]
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
+
+
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, lambda fd: None)
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        yield Path(folder) / "part-00000.journal"
+    never_wait_for_the_disk(monkeypatch)
 
 
 def write(path: Path, records: list[bytes], valid_end: int = 0) -> list[int]:
@@ -67,7 +64,8 @@ def test_records_come_back_in_order_with_their_ends(tmp_path: Path) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.binary(max_size=24), min_size=1, max_size=4))
 def test_a_journal_cut_at_every_byte_reads_as_the_whole_records_before_the_cut(records: list[bytes]) -> None:
-    with scratch() as path:
+    with folder_in_memory() as folder:
+        path = folder / "a.journal"
         ends = write(path, records)
         whole = path.read_bytes()
         for cut in range(len(whole) + 1):
@@ -99,7 +97,8 @@ def test_no_changed_byte_brings_a_record_that_was_not_written(tmp_path: Path, ch
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=24), max_size=3), st.binary(max_size=60))
 def test_whatever_lies_behind_the_last_record_is_no_record(records: list[bytes], tail: bytes) -> None:
-    with scratch() as path:
+    with folder_in_memory() as folder:
+        path = folder / "a.journal"
         write(path, records)
         path.write_bytes(path.read_bytes() + tail)
         assert read(path) == records
@@ -151,17 +150,13 @@ def test_count_records_of_a_journal_that_was_just_sealed_and_deleted(tmp_path: P
 
 
 @pytest.mark.parametrize("written", [0, 1, 5, 8, 20])
-def test_a_failed_append_leaves_the_file_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
-) -> None:
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path: Path, written: int) -> None:
     path = tmp_path / "a.journal"
     writer = JournalWriter(path)
     writer.append(b"C before")
     before = path.read_bytes()
-    with monkeypatch.context() as patch:
-        fill_disk_after(patch, written)
-        with pytest.raises(OSError, match="No space left"):
-            writer.append(b"C a record that does not fit")
+    with full_disk(after=written), pytest.raises(OSError, match="No space left"):
+        writer.append(b"C a record that does not fit")
     assert path.read_bytes() == before
     assert writer.end == len(before)
     writer.append(b"C after")
@@ -169,12 +164,10 @@ def test_a_failed_append_leaves_the_file_as_it_was(
     assert read(path) == [b"C before", b"C after"]
 
 
-def test_a_journal_that_cannot_be_begun_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_cannot_be_begun_leaves_no_descriptor(tmp_path: Path) -> None:
     opened = set(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        fill_disk_after(patch, 3)
-        with pytest.raises(OSError, match="No space left"):
-            JournalWriter(tmp_path / "a.journal")
+    with full_disk(after=3), pytest.raises(OSError, match="No space left"):
+        JournalWriter(tmp_path / "a.journal")
     assert set(os.listdir("/proc/self/fd")) == opened
     assert reopened_with(tmp_path / "a.journal", b"C") == [b"C"]
 
@@ -197,18 +190,3 @@ def test_opening_announces_a_cut_and_only_a_cut(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(path.read_bytes() + b"torn")
     JournalWriter(path, end).close()
     assert steps == ["journal: sync", "journal: cut torn tail", "journal: sync"]
-
-
-def fill_disk_after(patch: pytest.MonkeyPatch, written: int) -> None:
-    """The disk takes ``written`` more bytes and then no more."""
-    real, left = os.write, written
-
-    def write_some(fd: int, data: bytes) -> int:
-        nonlocal left
-        if left == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done = real(fd, data[:left])
-        left -= done
-        return done
-
-    patch.setattr(os, "write", write_some)

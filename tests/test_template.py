@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def slow() -> Any:
         vocab_size = 256
 
         def get_vocab(self) -> dict[str, int]:
-            return {chr(byte): byte for byte in range(256)}  # without added tokens, as some do it
+            return {chr(byte): byte for byte in range(256)} | self.added_tokens_encoder
 
         def _tokenize(self, text: str, **_: Any) -> list[str]:
             return [chr(byte) for byte in text.encode()]
@@ -279,6 +280,13 @@ def test_a_tokenizer_in_python_encodes_decodes_and_has_an_identity(slow: Any) ->
     before = template.digest
     slow.add_tokens(["<|one_more|>"])
     assert PromptTemplate(slow).digest != before
+
+
+def test_added_tokens_count_where_a_tokenizer_does_not_call_them_vocabulary(slow: Any) -> None:
+    before = PromptTemplate(slow).digest
+    slow.get_vocab = lambda: {chr(byte): byte for byte in range(256)}
+    assert PromptTemplate(slow).vocab_size == 258
+    assert PromptTemplate(slow).digest == before
 
 
 # Loading
@@ -321,18 +329,15 @@ def test_generation_settings_that_cannot_be_read(folder: Path) -> None:
     assert "generation_config.json' is not as expected" in text
 
 
-def test_a_long_prompt_brings_no_warning(folder: Path) -> None:
+def test_a_long_prompt_brings_no_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings_file = folder / "tokenizer_config.json"
     settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"model_max_length": 8}))
-    template = load_template(ModelConfig(path=str(folder)))
     warnings: list[logging.LogRecord] = []
     listener = logging.Handler()
-    listener.emit = warnings.append  # type: ignore[method-assign]
-    logging.getLogger("transformers").addHandler(listener)
-    try:
-        rendered(template, ask(Message("user", "hello " * 100)))
-    finally:
-        logging.getLogger("transformers").removeHandler(listener)
+    monkeypatch.setattr(listener, "emit", warnings.append)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [listener])
+    template = load_template(ModelConfig(path=str(folder)))
+    rendered(template, ask(Message("user", "hello " * 100)))
     assert not warnings
 
 
@@ -422,3 +427,19 @@ def test_code_of_a_tokenizer_is_run_where_allowed(with_code: Path) -> None:
     template = load_template(ModelConfig(path=str(with_code), trust_remote_code=True))
     assert type(template._tokenizer).__name__ == "Own"
     assert "hi" in rendered(template, ask(Message("user", "hi")))
+
+
+def test_threads_may_share_it(template: PromptTemplate) -> None:
+    prompts = [
+        Prompt(f"{n}", "local", "a", 0, 0, (Message("user", f"question {n} " * (n % 7 + 1)),)) for n in range(200)
+    ]
+
+    def there_and_back(prompt: Prompt) -> str:
+        encoded = template.encode(prompt)
+        assert isinstance(encoded, TokenizedPrompt)
+        assert encoded.prompt_ids is not None
+        return template.decode(encoded.prompt_ids, skip_special=False)
+
+    alone = [there_and_back(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(there_and_back, prompts)) == alone

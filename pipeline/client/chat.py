@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import openai
 
 from pipeline.client.answers import Expectation, check_answer
-from pipeline.client.chat_probe import ARRAYS, COLUMNS, ChatAbilities, probe
+from pipeline.client.chat_probe import ARRAYS, COLUMNS, ChatAbilities, probe, without
 from pipeline.client.chat_reply import parse, to_answer
 from pipeline.client.chat_server import ChatServer, Dialect, words_of
 from pipeline.client.endpoint import Request
@@ -49,8 +49,7 @@ class ChatClient:
             raise RequestFault("timeout", f"no answer from {url} within {self.timeout_s:g} s") from None
         except openai.APIError as error:
             raise fault_of(error, url) from None
-        answer = to_answer(parse(body), self.capture.top_k)
-        answer = replace(answer, **dict.fromkeys(self.capture.missing))
+        answer = without(to_answer(parse(body), self.capture.top_k), self.capture.missing)
         self._check(answer, request)
         return answer
 

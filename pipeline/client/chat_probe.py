@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, NoReturn
@@ -144,6 +144,12 @@ def _given(answer: Answer) -> frozenset[str]:
     return frozenset(column for column in COLUMNS if getattr(answer, column) is not None)
 
 
+def without(answer: Answer, columns: Iterable[str]) -> Answer:
+    """The answer with these fields null."""
+    nulls: dict[str, Any] = dict.fromkeys(columns)
+    return replace(answer, **nulls)
+
+
 def _whole(answer: Answer) -> Answer:
     """The answer without the arrays that are not as long as the server says it is.
 
@@ -151,7 +157,7 @@ def _whole(answer: Answer) -> Answer:
     """
     wanted = dict.fromkeys(ARRAYS, answer.completion_tokens) | {"prompt_ids": answer.prompt_tokens}
     found = {column: array for column in ARRAYS if (array := getattr(answer, column)) is not None}
-    return replace(answer, **{column: None for column, array in found.items() if len(array) != wanted[column]})
+    return without(answer, [column for column, array in found.items() if len(array) != wanted[column]])
 
 
 async def _richest_reply(

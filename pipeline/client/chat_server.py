@@ -81,7 +81,8 @@ class ChatServer:
         fields = request_fields(self._config, sampling, dialect, request)
         async with asyncio.timeout(timeout_s):
             response = await self._sdk.chat.completions.with_raw_response.create(**fields, timeout=timeout_s)
-        return response.content
+        body: bytes = response.content
+        return body
 
     async def models(self, timeout_s: float) -> list[str]:
         """The names of the models that the server lists; none where there is no such list to be had."""

@@ -45,7 +45,8 @@ class GenerateClient:
                 reply = await self._post(f"{url}/generate", body)
         except TimeoutError:
             await self._abort(url, rid)
-            raise RequestFault("timeout", f"no answer from {url} within {self.timeout_s:g} s") from None
+            detail = f"no answer from {url} within {self.timeout_s:g} s"
+            raise RequestFault("timeout", detail, connection=True) from None
         except asyncio.CancelledError:
             await asyncio.shield(self._abort(url, rid))
             raise
@@ -73,7 +74,7 @@ class GenerateClient:
             async with self.session.post(url, data=body, headers=_JSON) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise RequestFault("unreachable", f"{url}: {type(error).__name__}: {error}") from None
+            raise RequestFault("unreachable", f"{url}: {type(error).__name__}: {error}", connection=True) from None
         if response.status == 200:
             return content
         raise fault_of_status(response.status, _message(content), url)

@@ -12,11 +12,11 @@ import aiohttp
 from pipeline.client.chat import open_chat
 from pipeline.client.endpoint import Endpoint
 from pipeline.client.generate import GenerateClient
+from pipeline.client.vocabulary import model_vocab_size
 from pipeline.config import Config
 from pipeline.engine.fleet import Fleet
 from pipeline.engine.probe import logprob_semantics
 from pipeline.errors import InputError
-from pipeline.prompts.template import PromptTemplate
 from pipeline.store import Capture
 
 log = logging.getLogger(__name__)
@@ -24,25 +24,26 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_endpoint(
-    config: Config, session: aiohttp.ClientSession, fleet: Fleet, template: PromptTemplate | None
+    config: Config, session: aiohttp.ClientSession, fleet: Fleet
 ) -> AsyncIterator[tuple[Endpoint, Capture]]:
     """The endpoint for the engines of ``fleet``, every one of them asked what its answers hold.
 
     Raises:
-        InputError: a server cannot be used, or an engine gives temperature-scaled values and
-            ``capture.allow_scaled`` is not set.
+        InputError: a server cannot be used, or is to answer in segments; or an engine gives temperature-scaled values
+            and ``capture.allow_scaled`` is not set.
         EngineDown: a native engine's log-probabilities fit no known meaning.
     """
     if config.engine.kind == "openai":
+        if config.sampling.segment_tokens:
+            problem = "a server that is sent conversations cannot continue an answer from its token ids"
+            raise InputError("sampling.segment_tokens", problem, "0 where engine=openai")
         async with open_chat(config, [engine.url for engine in fleet.engines]) as client:
             _say_what_is_missing(config, client.capture)
             yield client, _accepted(config, client.capture, " ".join(config.engine.urls))
         return
-    vocab_size = template.vocab_size if template else None
-    yield (
-        GenerateClient(session, config.sampling, config.capture.top_k, config.client.timeout_s, vocab_size),
-        await _native_capture(config, session, fleet),
-    )
+    capture = await _native_capture(config, session, fleet)
+    vocab_size = model_vocab_size(config.model)
+    yield GenerateClient(session, config.sampling, config.capture.top_k, config.client.timeout_s, vocab_size), capture
 
 
 async def _native_capture(config: Config, session: aiohttp.ClientSession, fleet: Fleet) -> Capture:

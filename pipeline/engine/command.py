@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def engine_command(engine: EngineConfig, model: ModelConfig, sampling: SamplingC
     Flags in ``engine.args`` come last, so that they win over those made from configuration keys.
 
     Raises:
-        InputError: the interpreter or the local model folder does not exist.
+        InputError: the interpreter or the local model folder does not exist, or this installation is incomplete.
     """
     argv = [
         interpreter(engine),
@@ -51,15 +52,22 @@ def engine_command(engine: EngineConfig, model: ModelConfig, sampling: SamplingC
 
 
 def interpreter(engine: EngineConfig) -> str:
-    """The Python that has SGLang: ``engine.python``, a program or the folder of an environment, or this one."""
+    """The Python that has SGLang: ``engine.python``, a program or the folder of an environment, or this one.
+
+    Raises:
+        InputError: it is none of these.
+    """
     if engine.python is None:
         return sys.executable
     path = Path(engine.python).expanduser()
-    if path.is_dir():
-        path = path / "bin" / "python"
-    if not os.access(path, os.X_OK):
-        raise InputError("engine.python", f"{engine.python} is no Python interpreter and no environment of one")
-    return str(path)
+    found = shutil.which(path / "bin" / "python" if path.is_dir() else path)
+    if found is None:
+        raise InputError(
+            "engine.python",
+            f"{engine.python!r} is no Python interpreter and no environment of one",
+            "a program, the folder of an environment, or null for this one",
+        )
+    return found
 
 
 def local_model(model: ModelConfig) -> str:
@@ -121,5 +129,15 @@ def _environment(engine: EngineConfig) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     if engine.kind == "cpu":
         env |= _CPU_ENV
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site_dir()), env.get("PYTHONPATH")]))
-    return env | engine.env
+    env |= engine.env
+    if engine.kind == "cpu":
+        # In front of a PYTHONPATH from engine.env, not replaced by it: without it no engine starts here.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [_cpu_site(), env.get("PYTHONPATH")]))
+    return env
+
+
+def _cpu_site() -> str:
+    try:
+        return str(site_dir())
+    except FileNotFoundError as error:
+        raise InputError("engine", str(error)) from None

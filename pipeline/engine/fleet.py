@@ -1,20 +1,23 @@
-"""The engines of a run, and which of them takes the next request."""
+"""The engines of a run, which of them takes the next request, and which are down."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.engine.launch import EngineProcess
 from pipeline.engine.probe import EngineFacts
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Engine:
     """One engine: where it is, what it said of itself, how much it is asked at once. ``process`` is None for an
-    engine that somebody else runs."""
+    engine that somebody else runs; ``down`` says why it takes no requests, None while it does."""
 
     name: str
     url: str
@@ -22,13 +25,23 @@ class Engine:
     limit: int
     process: EngineProcess | None = None
     outstanding: int = 0
+    down: str | None = None
+    went_down: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def _always_alive(engine: Engine) -> bool:
+    return True
 
 
 class Fleet:
-    """Hands out engines, the one with the least outstanding first, never more than its limit at a time."""
+    """Hands out engines that are up, the one with the least outstanding first, never more than its limit at a time.
 
-    def __init__(self, engines: list[Engine]) -> None:
+    ``is_alive`` asks an engine whether it serves; it is asked when a connection to the engine breaks.
+    """
+
+    def __init__(self, engines: list[Engine], is_alive: Callable[[Engine], Awaitable[bool]] = _always_alive) -> None:
         self.engines = engines
+        self._is_alive = is_alive
         self._changed = asyncio.Condition()
 
     @property
@@ -42,10 +55,16 @@ class Fleet:
         known = [engine.facts.max_input_tokens for engine in self.engines]
         return min((value for value in known if value is not None), default=None)
 
+    @property
+    def any_up(self) -> bool:
+        """Whether at least one engine takes requests."""
+        return any(engine.down is None for engine in self.engines)
+
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Engine]:
-        """An engine for one request; waits while all are at their limit."""
-        engine = await self._take()
+    async def lease(self, prefer: Engine | None = None) -> AsyncIterator[Engine]:
+        """An engine for one request; waits while all are at their limit or down. ``prefer`` is taken if it can be:
+        the engine that has the beginning of the answer in its cache."""
+        engine = await self._take(prefer)
         try:
             yield engine
         finally:
@@ -53,12 +72,40 @@ class Fleet:
                 engine.outstanding -= 1
                 self._changed.notify()
 
-    async def _take(self) -> Engine:
+    async def lost(self, engine: Engine) -> bool:
+        """To be called when a connection to an engine broke: whether the engine is gone, rather than the one
+        connection. It gets no more requests until it is back."""
+        if engine.down is None and not await self._is_alive(engine):
+            await self.mark_down(engine, "it does not answer")
+        return engine.down is not None
+
+    async def mark_down(self, engine: Engine, reason: str) -> None:
+        """Sends nothing more to an engine."""
+        if engine.down is None:
+            log.warning("%s is down: %s", engine.name, reason)
+        engine.down = reason
+        engine.went_down.set()
+
+    async def mark_up(self, engine: Engine) -> None:
+        """Sends requests to an engine again."""
+        async with self._changed:
+            if engine.down is not None:
+                log.warning("%s is back", engine.name)
+            engine.down = None
+            engine.went_down.clear()
+            self._changed.notify_all()
+
+    async def _take(self, prefer: Engine | None) -> Engine:
         async with self._changed:
             await self._changed.wait_for(self._free)
-            engine = min(self._free(), key=lambda engine: engine.outstanding / engine.limit)
+            free = self._free()
+            engine = (
+                prefer
+                if prefer is not None and prefer in free
+                else min(free, key=lambda engine: engine.outstanding / engine.limit)
+            )
             engine.outstanding += 1
             return engine
 
     def _free(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.outstanding < engine.limit]
+        return [engine for engine in self.engines if engine.down is None and engine.outstanding < engine.limit]

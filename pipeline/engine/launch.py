@@ -29,6 +29,7 @@ class EngineProcess:
 
     name: str
     url: str
+    port: int
     log: Path
     process: asyncio.subprocess.Process
     started: float
@@ -62,7 +63,7 @@ async def launch(config: Config, name: str, port: int, log_path: Path) -> Engine
             # A group of its own: a Ctrl-C at the terminal is for the pipeline, which drains first.
             start_new_session=True,
         )
-    return EngineProcess(name, f"http://{config.engine.host}:{port}", log_path, process, time.monotonic())
+    return EngineProcess(name, f"http://{config.engine.host}:{port}", port, log_path, process, time.monotonic())
 
 
 async def wait_until_ready(engine: EngineProcess, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -72,7 +73,7 @@ async def wait_until_ready(engine: EngineProcess, session: aiohttp.ClientSession
         EngineDown: it ended, or took longer than ``timeout_s``; the text is the engine's own reason.
     """
     deadline = engine.started + timeout_s
-    while not await _is_ready(engine.url, session):
+    while not await answers(engine.url, session):
         if engine.exit_status is not None or time.monotonic() > deadline:
             reason = explain_start_failure(engine.log, engine.exit_status)
             raise EngineDown(f"{engine.name} did not start: {reason}")
@@ -109,9 +110,17 @@ def choose_port(host: str, wanted: int) -> int:
         return int(probe.getsockname()[1])
 
 
-async def _is_ready(url: str, session: aiohttp.ClientSession) -> bool:
+async def answers(url: str, session: aiohttp.ClientSession) -> bool:
+    """Whether the engine says that it serves. An older one has no ``/ready``; that it has a model will do there."""
+    status = await _status(f"{url}/ready", session)
+    if status == 404:
+        status = await _status(f"{url}/get_model_info", session)
+    return status == 200
+
+
+async def _status(url: str, session: aiohttp.ClientSession) -> int | None:
     try:
-        async with session.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=5)) as response:
-            return response.status == 200
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status
     except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+        return None

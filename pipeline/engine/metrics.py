@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+_WORK_COUNTERS = ("num_used_tokens", "total_prefill_uncached_tokens", "decode_moments", "num_running_reqs")
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -30,6 +32,22 @@ async def read_load(session: aiohttp.ClientSession, url: str) -> Load | None:
             if response.status != 200:
                 return None
             return parse_loads(orjson.loads(await response.read()))
+    except (aiohttp.ClientError, OSError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return None
+
+
+async def read_progress(session: aiohttp.ClientSession, url: str) -> object | None:
+    """Something that changes whenever the engine computes a token, prompt or output; None where it does not answer.
+
+    The port answers while the scheduler hangs, and throughput figures keep their last value; the work counters move
+    only with work.
+    """
+    try:
+        async with session.get(f"{url}/v1/loads", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            if response.status != 200:
+                return None
+            ranks = orjson.loads(await response.read())["loads"]
+            return [[rank.get(name) for name in _WORK_COUNTERS] for rank in ranks]
     except (aiohttp.ClientError, OSError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError):
         return None
 

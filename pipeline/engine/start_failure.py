@@ -7,21 +7,29 @@ from pathlib import Path
 
 _TAIL_BYTES = 200_000
 
+# What the engine says, and the key that it is about.
 _KNOWN = (
-    (re.compile(r"address already in use", re.I), "the port is taken"),
-    (re.compile(r"Not enough host memory available.*"), ""),
-    (re.compile(r"unrecognized arguments: .*"), ""),
-    (re.compile(r"error: argument .*"), ""),
-    (re.compile(r"No module named '?sglang'?.*"), "SGLang is not installed in this environment (see engine.python)"),
-    (re.compile(r"(?:torch\.)?(?:cuda\.)?OutOfMemoryError.*|CUDA out of memory.*"), ""),
-    (re.compile(r".*(?:is not a local folder|does not appear to have a file named|Repo id must be).*"), ""),
+    (re.compile(r"address already in use.*", re.I), "engine.port"),
+    (re.compile(r"Not enough host memory available.*"), "engine.hicache.size_gb, or engine.hicache.ratio"),
+    (re.compile(r"unrecognized arguments: .*"), "engine.args"),
+    (re.compile(r"error: (?:argument|ambiguous option).*"), "engine.args"),
+    (re.compile(r"No module named '?sglang\b'?.*"), "engine.python, the interpreter that has SGLang"),
+    (re.compile(r"(?:torch\.)?(?:cuda\.)?OutOfMemoryError.*|CUDA out of memory.*"), "engine.mem_fraction_static"),
+    (re.compile(r"Not enough memory\..*|.*increase --mem-fraction-static.*"), "engine.mem_fraction_static"),
+    (
+        re.compile(r"^.*(?:is not a local folder|does not appear to have a file named|Repo id must be).*"),
+        "model.path, or model.tokenizer",
+    ),
 )
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]*\]\s*)?(?:[\w.]+(?:Error|Exception|Interrupt)\b: .*|error: .*)$")
 
 
 def explain_start_failure(log: Path, exit_status: int | None) -> str:
-    """One line: the engine's reason where the log gives one, else how it ended and where to look."""
-    lines = _tail(log)
+    """One line: the engine's reason, with the key it is about where that is known, else how it ended; and the log.
+
+    A log that was appended to tells of its last start only.
+    """
+    lines = _last_start(_tail(log))
     reason = _known_reason(lines) or _last_error(lines)
     if reason:
         return f"{reason} (log: {log})"
@@ -40,8 +48,8 @@ def describe_exit(status: int | None) -> str:
 
 
 def last_error(log: Path) -> str | None:
-    """The last line of a log that reads as an error."""
-    return _last_error(_tail(log))
+    """The last line that reads as an error since the engine's last start."""
+    return _last_error(_last_start(_tail(log)))
 
 
 def _tail(log: Path) -> list[str]:
@@ -55,11 +63,17 @@ def _tail(log: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
+def _last_start(lines: list[str]) -> list[str]:
+    """What follows the last command line: each start writes its own first, as a comment."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("# ") and "sglang.launch_server" in line]
+    return lines[starts[-1] + 1 :] if starts else lines
+
+
 def _known_reason(lines: list[str]) -> str | None:
-    for pattern, words in _KNOWN:
-        for line in reversed(lines):
+    for line in reversed(lines):
+        for pattern, key in _KNOWN:
             if match := pattern.search(line):
-                return words or match.group(0).strip()
+                return f"{match.group(0).strip()} (see {key})"
     return None
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ _OURS = frozenset(
 
 
 class PromptTemplate:
-    """A tokenizer with its chat template. Use it from one thread at a time.
+    """A tokenizer with its chat template. Threads may share it; they take turns.
 
     ``eos_ids`` are the ids that end an answer: the tokenizer's, and those of the model's generation settings.
     """
@@ -37,6 +38,8 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
         self._decode_options = _exact_decoding(tokenizer)
+        # A fast tokenizer sets its padding at each encoding, and raises if another thread is using it then.
+        self._turn = threading.Lock()
         self.eos_ids = frozenset(eos_ids) | frozenset(_as_list(tokenizer.eos_token_id))
 
     def encode(self, prompt: Prompt) -> TokenizedPrompt | Failure:
@@ -45,15 +48,17 @@ class PromptTemplate:
         A conversation that the template refuses is a :class:`Failure` of kind ``template``.
         """
         try:
-            ids = self._render(prompt.messages, prompt.tools)
+            with self._turn:
+                ids = self._render(prompt.messages, prompt.tools)
         except Exception as error:  # a template is a program of somebody else's and may raise anything
             return Failure(prompt.id, prompt.dataset, prompt.source_id, "template", _first_line(error))
         return TokenizedPrompt(prompt, ids)
 
     def decode(self, ids: Sequence[int] | Ids, skip_special: bool) -> str:
         """The exact text of ids: no space is added or taken. A character cut in two gives U+FFFD."""
-        plain = [int(token) for token in ids]
-        text: str = self._tokenizer.decode(plain, skip_special_tokens=skip_special, **self._decode_options)
+        plain = np.asarray(ids, dtype=np.int64).tolist()
+        with self._turn:
+            text: str = self._tokenizer.decode(plain, skip_special_tokens=skip_special, **self._decode_options)
         return text
 
     @cached_property

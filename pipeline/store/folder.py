@@ -7,6 +7,9 @@ never in two of them. It holds at every instant because
 * a journal's rows count until the manifest lists the shard made from it, and the shard's rows from then on;
 * the manifest is replaced in one step, and only the journal it made obsolete is deleted after that.
 
+A segment of an unfinished answer is no outcome. Its records stay in the current journal, and are copied into the next
+one when that takes its place, until the answer's outcome is there.
+
 Starting again therefore needs no repair beyond: cut torn tails, delete temporary files, delete the journal of a
 shard that the manifest lists, seal the journals that are full.
 """
@@ -24,7 +27,7 @@ from pathlib import Path
 from pipeline.config import StoreConfig, differences
 from pipeline.digests import DigestSet
 from pipeline.errors import InputError, StoreError
-from pipeline.records import Completion, Failure, Outcome, Totals
+from pipeline.records import Completion, Failure, Outcome, Segment, Totals
 from pipeline.store import failures as failure_file
 from pipeline.store import manifest as manifest_file
 from pipeline.store.durable import explain, reached, replace_file, sync_folder
@@ -32,7 +35,16 @@ from pipeline.store.failures import FailureLog, read_failures
 from pipeline.store.journal import JournalWriter, read_records
 from pipeline.store.lock import FolderLock
 from pipeline.store.manifest import Capture, Manifest, ShardEntry
-from pipeline.store.rows import COMPLETION, encode_completion, record_kind, totals_of, unpack_scalars
+from pipeline.store.rows import (
+    COMPLETION,
+    SEGMENT,
+    decode_segment,
+    encode_completion,
+    encode_segment,
+    record_kind,
+    totals_of,
+    unpack_scalars,
+)
 from pipeline.store.shards import read_ids, seal, shard_name
 
 log = logging.getLogger(__name__)
@@ -48,6 +60,20 @@ class _Part:
     path: Path
     totals: Totals
     valid_end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Where a segment's record lies: ``length`` bytes of payload in the journal at ``path``, from ``start``."""
+
+    path: Path
+    start: int
+    length: int
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.length)
 
 
 class RunFolder:
@@ -68,6 +94,7 @@ class RunFolder:
         self._sealing = threading.Lock()
         self._full: list[_Part] = []
         self._current: _Part | None = None
+        self._segments: dict[str, list[_Extent]] = {}
         self._writer: JournalWriter | None = None
         self._dirty = False
         self._closed = False
@@ -79,6 +106,15 @@ class RunFolder:
         """Whether the prompt has its outcome, a completion or a recorded failure."""
         with self._state:
             return prompt_id in self.done
+
+    def has_begun(self, prompt_id: str) -> bool:
+        """Whether there are segments of an unfinished answer."""
+        return prompt_id in self._segments
+
+    def begun(self, prompt_id: str) -> list[Segment]:
+        """The segments of an unfinished answer, in order."""
+        with self._state:
+            return [decode_segment(extent.read()) for extent in self._segments.get(prompt_id, [])]
 
     @property
     def waiting_to_seal(self) -> int:
@@ -109,6 +145,26 @@ class RunFolder:
             except OSError as error:
                 raise explain(error, f"writing {prompt_id}") from error
             self.done.add(prompt_id)
+            self._segments.pop(prompt_id, None)
+            self._dirty = True
+
+    def append_segment(self, prompt_id: str, number: int, segment: Segment) -> None:
+        """Writes one segment of an unfinished answer, so that another session can go on behind it.
+
+        Raises:
+            StoreError: the disk refused it, or it does not follow the segments that are there.
+        """
+        payload = encode_segment(prompt_id, number, segment)
+        with self._state:
+            if self._closed:
+                raise StoreError(f"the run folder is closed; segment {number} of {prompt_id} was not written")
+            extents = self._segments.setdefault(prompt_id, [])
+            if number != len(extents):
+                raise StoreError(f"segment {number} of {prompt_id} does not follow the {len(extents)} that are there")
+            try:
+                extents.append(self._append_segment(payload))
+            except OSError as error:
+                raise explain(error, f"writing a segment of {prompt_id}") from error
             self._dirty = True
 
     def sync(self) -> None:
@@ -190,17 +246,36 @@ class RunFolder:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
+    def _append_segment(self, payload: bytes) -> _Extent:
+        writer = self._open_writer()
+        writer.append(payload)
+        return _Extent(writer.path, writer.end - len(payload), len(payload))
+
     def _append_row(self, payload: bytes) -> None:
-        if self._current is None:
-            self._start_part()
+        writer = self._open_writer()
         assert self._current is not None
-        assert self._writer is not None
-        self._writer.append(payload)
-        counts = totals_of(unpack_scalars(payload))
+        writer.append(payload)
+        scalars = unpack_scalars(payload)
+        counts = totals_of(scalars)
         self._current.totals.add(counts)
         self.totals.add(counts)
+        self._segments.pop(str(scalars["id"]), None)
         if self._current.totals.rows >= self.settings.rows_per_shard:
             self._rotate()
+
+    def _open_writer(self) -> JournalWriter:
+        if self._writer is None:
+            self._start_part()
+            self._carry_segments_over()
+        assert self._writer is not None
+        return self._writer
+
+    def _carry_segments_over(self) -> None:
+        """Copies the segments of unfinished answers out of the journals that are about to become shards."""
+        assert self._current is not None
+        for prompt_id, extents in self._segments.items():
+            if any(extent.path != self._current.path for extent in extents):
+                self._segments[prompt_id] = [self._append_segment(extent.read()) for extent in extents]
 
     def _start_part(self) -> None:
         number = self._next_number
@@ -215,6 +290,9 @@ class RunFolder:
         self._writer.close()
         self._full.append(self._current)
         self._current, self._writer = None, None
+        if self._segments:
+            # At once: the journal that was left may be sealed and deleted from now on.
+            self._open_writer()
 
     def _seal(self, part: _Part) -> ShardEntry:
         try:
@@ -276,6 +354,10 @@ class RunFolder:
         self._recover_failures()
         self.done.update(self._journal_ids)
         del self._journal_ids
+        self._segments = {name: extents for name, extents in self._segments.items() if name not in self.done}
+        if self._segments:
+            self._open_writer()
+            self._carry_segments_over()
 
     def _live_parts(self, listed: set[str]) -> Iterator[_Part]:
         """The journals whose rows count, in order; one whose shard is listed is deleted, its rows are in the shard."""
@@ -287,15 +369,26 @@ class RunFolder:
                 continue
             part = _Part(number, path, Totals())
             for part.valid_end, payload in read_records(path):
+                scalars = unpack_scalars(payload)
                 if record_kind(payload) == COMPLETION:
-                    scalars = unpack_scalars(payload)
                     part.totals.add(totals_of(scalars))
                     self._journal_ids.append(scalars["id"])
+                elif record_kind(payload) == SEGMENT:
+                    extent = _Extent(path, part.valid_end - len(payload), len(payload))
+                    self._found_segment(scalars["id"], scalars["number"], extent)
             torn = path.stat().st_size - part.valid_end
             if torn and part.valid_end:
                 log.warning("%s: %d bytes behind the last whole record are cut; their prompts run again", path, torn)
             self.totals.add(part.totals)
             yield part
+
+    def _found_segment(self, prompt_id: str, number: int, extent: _Extent) -> None:
+        """A record met later is a copy that takes the place of the first."""
+        extents = self._segments.setdefault(prompt_id, [])
+        if number < len(extents):
+            extents[number] = extent
+        elif number == len(extents):
+            extents.append(extent)
 
     def _recover_failures(self) -> None:
         path = self.path / failure_file.NAME

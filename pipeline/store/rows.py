@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 
 from pipeline.errors import StoreError
-from pipeline.records import Completion, Totals
+from pipeline.records import Answer, Completion, Segment, Totals
 
 SCHEMA_VERSION = 1
 
@@ -68,8 +68,13 @@ ARRAYS: dict[str, npt.DTypeLike] = {
 }
 _NESTED = ("topk_ids", "topk_logprobs")
 _PREFIX = struct.Struct("<cI")
+_SEGMENT_SCALARS = (
+    *("finish_reason", "prompt_tokens", "completion_tokens", "cached_device_tokens", "cached_host_tokens"),
+    *("retractions", "queue_s", "weight_version"),
+)
 
 COMPLETION = b"C"
+SEGMENT = b"S"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,33 @@ def encode_completion(completion: Completion) -> bytes:
                 f"{answer.completion_tokens}; it was not written"
             )
     return pack(COMPLETION, _scalars(completion), arrays)
+
+
+def encode_segment(prompt_id: str, number: int, segment: Segment) -> bytes:
+    """The journal record of a segment that is not its answer's last; ``number`` counts from 0."""
+    answer = segment.answer
+    scalars = {
+        "id": prompt_id,
+        "number": number,
+        "attempts": segment.attempts,
+        "latency_s": segment.latency_s,
+        "engine": segment.engine,
+        **{name: getattr(answer, name) for name in _SEGMENT_SCALARS},
+    }
+    arrays = {name: getattr(answer, name) for name in ARRAYS}
+    return pack(SEGMENT, scalars, arrays)
+
+
+def decode_segment(payload: bytes) -> Segment:
+    """The inverse of :func:`encode_segment`."""
+    row = unpack(payload)
+    fields: dict[str, Any] = {name: row.scalars[name] for name in _SEGMENT_SCALARS}
+    for name, array in row.arrays.items():
+        if array is not None and name in _NESTED:
+            array = array.reshape(fields["completion_tokens"], -1)
+        fields[name] = array
+    answer = Answer(**fields)
+    return Segment(answer, row.scalars["attempts"], row.scalars["latency_s"], row.scalars["engine"])
 
 
 def pack(kind: bytes, scalars: dict[str, Any], arrays: dict[str, npt.NDArray[Any] | None]) -> bytes:
