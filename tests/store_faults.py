@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_rows import config_of, open_folder, outcome_of, prompts_of
+from store_rows import config_of, open_folder, outcome_of, prompts_of, segment_bytes, segments_of
 
 from pipeline.config import DatasetConfig
+from pipeline.records import Prompt
 from pipeline.store import RunFolder, durable
 
-ROWS_PER_SHARD = 3
+ROWS_PER_SHARD = 2
 
 
 @contextmanager
@@ -57,24 +58,37 @@ def full_disk(after: int = 0) -> Iterator[None]:
 def session(path: Path, dataset: DatasetConfig, synced: Callable[[RunFolder, list[str]], None] | None = None) -> None:
     """What a run does with a folder: outcomes for whatever has none, syncs and seals on the way, then the end.
 
-    ``synced`` is told of the outcomes that the store has promised to keep.
+    The answer to the first prompt is begun first and finished last, so that its segments move from journal to
+    journal. ``synced`` is told of the outcomes that the store has promised to keep.
     """
     folder = open_folder(path, config_of(dataset), ROWS_PER_SHARD)
     try:
-        done: list[str] = []
-        for number, asked in enumerate(prompts_of(dataset)):
+        long, *others = prompts_of(dataset)
+        begin(folder, long, 2)
+        for number, asked in enumerate(others, start=1):
             if not folder.is_done(asked.id):
                 folder.append(outcome_of(asked))
-            done.append(asked.id)
             if number % 2:
                 folder.sync()
                 if synced:
-                    synced(folder, list(done))
-            if number % 5 == 4:
+                    synced(folder, [one.id for one in others[:number]])
+            if number == 3:
+                begin(folder, long, 3)
                 folder.seal_full()
+        if not folder.is_done(long.id):
+            folder.append(outcome_of(long))
         folder.finish()
     finally:
         folder.close()
+
+
+def begin(folder: RunFolder, asked: Prompt, count: int) -> None:
+    """Writes the first ``count`` segments of an answer, those that are not there yet."""
+    if not folder.is_done(asked.id):
+        begun = folder.begun(asked.id)
+        assert segment_bytes(begun) == segment_bytes(segments_of(asked)[: len(begun)])
+        for number in range(len(begun), count):
+            folder.append_segment(asked.id, number, segments_of(asked)[number])
 
 
 class PowerCut:
@@ -178,6 +192,8 @@ class KilledSessions:
 
 def nursery() -> None:
     """Forks a session for each line of standard input; a process without threads may fork."""
+    import pandas  # noqa: F401 - pyarrow would import it in every session, which takes longer than the session
+
     never_wait_for_the_disk(pytest.MonkeyPatch())
     for line in sys.stdin:
         path, dataset, step = json.loads(line)

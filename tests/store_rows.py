@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from pipeline.config import Config, DatasetConfig, StoreConfig, content_settings, fingerprint
 from pipeline.prompts import read_prompts
-from pipeline.records import Answer, Completion, Failure, Message, Outcome, Prompt
+from pipeline.records import Answer, Completion, Failure, Message, Outcome, Prompt, Segment
 from pipeline.store import Capture, Manifest, RunFolder, open_run
 from pipeline.store.journal import read_records
-from pipeline.store.rows import unpack_scalars
+from pipeline.store.rows import encode_segment, record_kind, unpack_scalars
 
 VOCAB = 40
 ARRAY_COLUMNS = ("prompt_ids", "output_ids", "output_logprobs", "topk_ids", "topk_logprobs", "tail_logprob")
@@ -144,6 +144,16 @@ def completion(
         created_us=1_800_000_000_000_000 + seed,
     )
     return replace(made, **more)
+
+
+def segment(seed: int = 0, tokens: int = 2, k: int = 4, missing: Sequence[str] = ()) -> Segment:
+    """A piece of an answer, which ended because as many tokens as were asked for had come."""
+    return Segment(answer(tokens, k, seed, missing, finish_reason="length"), 1 + seed % 3, 0.5, "engine-0")
+
+
+def segment_bytes(segments: Sequence[Segment]) -> list[bytes]:
+    """Segments in a form that can be compared."""
+    return [encode_segment("", 0, one) for one in segments]
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.just(UNICODE)
@@ -266,6 +276,11 @@ def outcome_of(asked: Prompt) -> Outcome:
     return failure(asked) if number % 4 == 2 else completion(asked, tokens=1 + number % 3, k=K, seed=number)
 
 
+def segments_of(asked: Prompt) -> list[Segment]:
+    """The same segments of an answer whenever they are asked for."""
+    return [segment(seed, k=K) for seed in range(3)]
+
+
 def config_of(dataset: DatasetConfig | None = None, **sampling: Any) -> Config:
     made = Config()
     made.dataset = dataset or DatasetConfig(name="elsewhere", path="nobody/nothing")
@@ -297,11 +312,13 @@ def abandon(folder: RunFolder) -> None:
 
 @dataclass(slots=True)
 class Contents:
-    """A folder read without the store's own reckoning: ids by where they lie."""
+    """A folder read without the store's own reckoning: ids by where they lie, and the segments of unfinished answers
+    as pairs of id and number."""
 
     shards: list[str] = field(default_factory=list)
     journals: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    segments: set[tuple[str, int]] = field(default_factory=set)
 
     @property
     def all(self) -> list[str]:
@@ -316,11 +333,17 @@ def contents(path: Path) -> Contents:
         found.shards += pq.read_table(path / "shards" / name)["id"].to_pylist()
     for journal in sorted((path / "journal").glob("*.journal")):
         if f"{journal.stem}.parquet" not in listed:
-            found.journals += [unpack_scalars(payload)["id"] for _, payload in read_records(journal)]
+            for _, payload in read_records(journal):
+                scalars = unpack_scalars(payload)
+                if record_kind(payload) == b"C":
+                    found.journals.append(scalars["id"])
+                else:
+                    found.segments.add((scalars["id"], scalars["number"]))
     failures = path / "failures.jsonl"
     for line in failures.read_bytes().splitlines(keepends=True) if failures.exists() else []:
         if line.endswith(b"\n"):
             found.failures.append(json.loads(line)["id"])
+    found.segments = {(asked, number) for asked, number in found.segments if asked not in found.all}
     return found
 
 

@@ -70,16 +70,20 @@ def test_defaults(key: str, value: Any) -> None:
     assert DEFAULTS[key] == value
 
 
-@pytest.mark.parametrize(
-    "key",
-    """run.name run.dir dataset.path dataset.split dataset.limit dataset.source dataset.turns dataset.samples
-    model.path model.served_name model.chat_template_kwargs model.trust_remote_code engine.urls engine.replicas
-    engine.args engine.env engine.python engine.hicache.enabled engine.hicache.ratio engine.hicache.size_gb
-    engine.hicache.write_policy engine.hicache.io_backend engine.hicache.mem_layout engine.max_total_tokens
-    engine.mem_fraction_static engine.check_model sampling.temperature sampling.top_p sampling.top_k
-    sampling.max_new_tokens sampling.seed sampling.segment_tokens capture.top_k capture.allow_scaled
-    client.concurrency client.max_attempts client.timeout_s store.rows_per_shard store.sync_interval_s""".split(),
-)
+FIXED = {
+    "run": "name dir",
+    "dataset": "path split limit source turns samples",
+    "model": "path served_name chat_template_kwargs trust_remote_code",
+    "engine": "urls replicas args env python max_total_tokens mem_fraction_static check_model",
+    "engine.hicache": "enabled ratio size_gb write_policy io_backend mem_layout",
+    "sampling": "temperature top_p top_k max_new_tokens seed segment_tokens",
+    "capture": "top_k allow_scaled",
+    "client": "concurrency max_attempts timeout_s",
+    "store": "rows_per_shard sync_interval_s",
+}
+
+
+@pytest.mark.parametrize("key", [f"{parent}.{name}" for parent, names in FIXED.items() for name in names.split()])
 def test_keys_whose_names_are_fixed_exist(key: str) -> None:
     assert key in DEFAULTS
 

@@ -95,7 +95,12 @@ def test_hicache_is_on_by_default_and_off_where_disabled(kind: str) -> None:
             },
         ),
         (
-            ("engine=gpu", "engine.hicache.size_gb=48", "engine.hicache.ratio=4", "engine.hicache.write_policy=write_back"),
+            (
+                "engine=gpu",
+                "engine.hicache.size_gb=48",
+                "engine.hicache.ratio=4",
+                "engine.hicache.write_policy=write_back",
+            ),
             {"--hicache-size": "48", "--hicache-ratio": "4.0", "--hicache-write-policy": "write_back"},
         ),
     ],
@@ -180,7 +185,7 @@ def test_an_incomplete_installation_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         raise FileNotFoundError("incomplete installation: x lacks y")
 
     monkeypatch.setattr(command_module, "site_dir", lacking)
-    with pytest.raises(InputError, match="^engine: incomplete installation"):
+    with pytest.raises(InputError, match=r"^engine: incomplete installation"):
         made("cpu")
     made("gpu")
 
@@ -207,11 +212,11 @@ def test_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made("gpu", python=str(python)).argv[0] == str(python)
 
 
-@pytest.mark.parametrize("given", ["/nowhere/python", "folder", "file", "nonsense-program", ""])
+@pytest.mark.parametrize("given", ["/nowhere/python", "folder", "plain-text", "nonsense-program", ""])
 def test_what_is_no_interpreter_is_refused(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("text")
+    (tmp_path / "plain-text").write_text("text")
     with pytest.raises(InputError, match=r"^engine\.python: .* is no Python interpreter .* \(accepted: a program, "):
         made("gpu", python=given)
 
@@ -245,7 +250,9 @@ def asked(tmp_path: Path, script: str) -> FlagReport:
 
 
 def test_an_interpreter_without_sglang(tmp_path: Path) -> None:
-    line = '{"version": null, "known": [], "unknown": [], "deprecated": {}, "problem": "ModuleNotFoundError: no sglang"}'
+    line = (
+        '{"version": null, "known": [], "unknown": [], "deprecated": {}, "problem": "ModuleNotFoundError: no sglang"}'
+    )
     assert asked(tmp_path, f"#!/bin/sh\necho chatter\necho '@{line}'\n") == FlagReport(
         None, (), "ModuleNotFoundError: no sglang"
     )
@@ -263,7 +270,9 @@ def test_a_file_that_cannot_be_executed(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_takes_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags_module, "_TIMEOUT_S", 0.2)
-    assert asked(tmp_path, "#!/bin/sh\nexec sleep 20\n").problem == f"{tmp_path}/python did not import SGLang within 0.2 s"
+    assert (
+        asked(tmp_path, "#!/bin/sh\nexec sleep 20\n").problem == f"{tmp_path}/python did not import SGLang within 0.2 s"
+    )
 
 
 # The installed SGLang. Importing its parser takes seconds, so it is asked once, everything together.

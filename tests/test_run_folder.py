@@ -38,6 +38,7 @@ from store_faults import (
     session,
 )
 from store_rows import (
+    Contents,
     K,
     abandon,
     completion,
@@ -48,6 +49,8 @@ from store_rows import (
     outcome_of,
     prompt,
     prompts_of,
+    segment_bytes,
+    segments_of,
     temporary_files,
     write_dataset,
 )
@@ -55,13 +58,11 @@ from store_rows import (
 from pipeline.audit import audit
 from pipeline.config import DatasetConfig
 from pipeline.errors import InputError, StoreError
-from pipeline.records import Completion, Failure, Totals
+from pipeline.records import Completion, Failure, Segment, Totals
 from pipeline.store import Capture, RunFolder, durable
 from pipeline.store import manifest as manifest_file
 from pipeline.store.lock import FolderLock, is_locked
 from pipeline.store.rows import encode_completion, totals_of, unpack_scalars
-
-ROWS = 9
 
 
 @pytest.fixture
@@ -76,8 +77,15 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
+    """Five completions and a failure: two full shards, and one that is not."""
+    return write_dataset(tmp_path_factory.mktemp("few") / "prompts.jsonl", 6)
+
+
+@pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetConfig:
-    return write_dataset(tmp_path_factory.mktemp("dataset") / "prompts.jsonl", ROWS)
+    """Seven completions and two failures."""
+    return write_dataset(tmp_path_factory.mktemp("dataset") / "prompts.jsonl", 9)
 
 
 def totals_over(outcomes: list[Completion | Failure]) -> Totals:
@@ -113,12 +121,36 @@ def assert_whole(path: Path, dataset: DatasetConfig) -> None:
 
 
 def assert_goes_on(path: Path, dataset: DatasetConfig) -> None:
-    """The same command again brings the folder to its end."""
-    before = contents(path).all if (path / "manifest.json").exists() else []
-    assert len(before) == len(set(before))
-    session(path, dataset)
+    """The same command again brings the folder to its end, from whatever is there: nothing is there twice, segments
+    follow each other from the first, and nothing of it is done again."""
+    before = contents(path) if (path / "manifest.json").exists() else Contents()
+    assert len(before.all) == len(set(before.all))
+    assert before.segments == {(prompts_of(dataset)[0].id, number) for number in range(len(before.segments))}
+    with pytest.MonkeyPatch.context() as patch:
+        done, begun = appended(patch)
+        session(path, dataset)
+    assert sorted(done) == sorted({one.id for one in prompts_of(dataset)} - set(before.all))
+    assert not before.segments.intersection(begun)
     assert_whole(path, dataset)
-    assert set(before) <= set(contents(path).all)
+
+
+def appended(patch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str, int]]]:
+    """What is appended to any folder from now on: ids of outcomes, ids and numbers of segments."""
+    outcomes: list[str] = []
+    segments: list[tuple[str, int]] = []
+    append, append_segment = RunFolder.append, RunFolder.append_segment
+
+    def noting(folder: RunFolder, outcome: Completion | Failure) -> None:
+        append(folder, outcome)
+        outcomes.append(outcome.id if isinstance(outcome, Failure) else outcome.prompt.id)
+
+    def noting_segment(folder: RunFolder, prompt_id: str, number: int, segment: Segment) -> None:
+        append_segment(folder, prompt_id, number, segment)
+        segments.append((prompt_id, number))
+
+    patch.setattr(RunFolder, "append", noting)
+    patch.setattr(RunFolder, "append_segment", noting_segment)
+    return outcomes, segments
 
 
 class NoSpace(Exception):
@@ -138,11 +170,11 @@ def no_space_said() -> Iterator[None]:
 # ---- killed at every step
 
 
-def steps_of_a_session(path: Path, dataset: DatasetConfig) -> list[str]:
+def steps_of_a_session(path: Path, few: DatasetConfig) -> list[str]:
     steps: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(durable, "on_step", steps.append)
-        session(path, dataset)
+        session(path, few)
     return steps
 
 
@@ -153,71 +185,79 @@ def killed() -> Iterator[KilledSessions]:
     sessions.close()
 
 
-def test_the_session_takes_every_step_there_is(tmp_path: Path, dataset: DatasetConfig) -> None:
+def test_the_session_takes_every_step_there_is(tmp_path: Path, few: DatasetConfig) -> None:
     """Or else the sweeps below would pass by a step."""
     source = "".join(file.read_text() for file in Path(durable.__file__).parent.glob("*.py"))
     named = {text.split('"')[1] for text in source.split("reached(")[1:] if text.startswith('"')}
-    steps = steps_of_a_session(tmp_path / "run", dataset)
-    assert named - {"journal: cut torn tail"} <= set(steps)
+    steps = steps_of_a_session(tmp_path / "run", few)
+    assert named - {"journal: cut torn tail", "failures: cut torn tail"} <= set(steps)
     assert {"config: write", "config: rename", "manifest: write", "manifest: rename"} <= set(steps)
-    assert_whole(tmp_path / "run", dataset)
+    assert_whole(tmp_path / "run", few)
 
 
-def test_killed_at_every_step(tmp_path: Path, dataset: DatasetConfig, killed: KilledSessions) -> None:
+def test_killed_at_every_step(tmp_path: Path, few: DatasetConfig, killed: KilledSessions) -> None:
     step = 0
-    while not killed.run(path := tmp_path / str(step), dataset, step):
+    while not killed.run(path := tmp_path / str(step), few, step):
         assert not is_locked(path)
-        assert_goes_on(path, dataset)
+        assert_goes_on(path, few)
         step += 1
-    assert step == len(steps_of_a_session(tmp_path / "whole", dataset))
-    assert_whole(path, dataset)
+    assert step == len(steps_of_a_session(tmp_path / "whole", few))
+    assert_whole(path, few)
 
 
-def test_killed_again_and_again(tmp_path: Path, dataset: DatasetConfig, killed: KilledSessions) -> None:
+def test_killed_again_and_again(tmp_path: Path, few: DatasetConfig, killed: KilledSessions) -> None:
     draw = random.Random(0)
-    last = len(steps_of_a_session(tmp_path / "whole", dataset))
+    last = len(steps_of_a_session(tmp_path / "whole", few))
     for sample in range(12):
         path = tmp_path / str(sample)
         kills = 0
-        while kills < 6 and not killed.run(path, dataset, draw.randrange(last)):
+        while kills < 6 and not killed.run(path, few, draw.randrange(last)):
             kills += 1
-        assert_goes_on(path, dataset)
+        assert_goes_on(path, few)
 
 
 # ---- the power goes
 
 
-@pytest.mark.parametrize("seed", range(3), ids=["nothing unsynced is left", "some is left", "some is left, again"])
+@pytest.mark.parametrize("seed", [None, 1], ids=["nothing unsynced is left", "some of it is left"])
 def test_a_power_cut_at_every_step(
-    tmp_path: Path, dataset: DatasetConfig, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, few: DatasetConfig, monkeypatch: pytest.MonkeyPatch, seed: int | None
 ) -> None:
     """What was promised is there, and the rest is generated again."""
     (tmp_path / "disk").mkdir()
-    draw = random.Random(seed)
-    promised: list[str] = []
-    cuts: list[tuple[Path, list[str]]] = []
+    long = prompts_of(few)[0].id
+    choose = (lambda possibilities: 0) if seed is None else random.Random(seed).randrange
+    promised = Contents()
+    cuts: dict[Path, Contents] = {}
     with monkeypatch.context() as patch:
         disk = PowerCut(tmp_path / "disk", patch)
 
-        def cut(step: str) -> None:
-            left = tmp_path / f"{len(cuts)} {step.replace('/', ' ')}"
-            disk.leave(left, draw.randrange if seed else lambda possibilities: 0)
-            cuts.append((left, list(promised)))
-
         def synced(folder: RunFolder, done: list[str]) -> None:
-            promised[:] = done
+            promised.shards = done
+            promised.segments = {(long, number) for number in range(len(folder.begun(long)))}
+
+        def cut(step: str) -> None:
+            left = tmp_path / f"{len(cuts)} {step}"
+            disk.leave(left, choose)
+            cuts[left] = replace(promised)
 
         patch.setattr(durable, "on_step", cut)
-        session(tmp_path / "disk" / "run", dataset, synced)
+        session(tmp_path / "disk" / "run", few, synced)
         patch.setattr(durable, "on_step", None)
-        promised = [asked.id for asked in prompts_of(dataset)]
+        promised.shards = [asked.id for asked in prompts_of(few)]
         cut("the end")
         disk.close()
-    for left, kept in cuts:
-        if kept:
-            assert set(kept) <= set(contents(left / "run").all), left
-        assert_goes_on(left / "run", dataset)
-        shutil.rmtree(left)
+    seen: list[tuple[dict[str, bytes], Contents]] = []
+    for left, kept in cuts.items():
+        if ((written(left), kept)) in seen:
+            continue
+        seen.append((written(left), kept))
+        if kept.all:
+            found = contents(left / "run")
+            assert set(kept.all) <= set(found.all), left
+            assert long in found.all or kept.segments <= found.segments, left
+        assert_goes_on(left / "run", few)
+    assert len(seen) > 12
 
 
 # ---- against a dictionary
@@ -235,7 +275,9 @@ class AgainstADict(RuleBasedStateMachine):
         self.base = self.memory.__enter__()
         self.lives = 0
         self.outcomes: dict[str, Completion | Failure] = {}
+        self.segments: Counter[str] = Counter()
         self.promised: set[str] = set()
+        self.promised_segments: Counter[str] = Counter()
         self._plug_in(self.base / "0")
 
     def _plug_in(self, disk: Path) -> None:
@@ -266,7 +308,27 @@ class AgainstADict(RuleBasedStateMachine):
                 self.folder.append(outcome)
         else:
             self.folder.append(outcome)
-            self.outcomes[asked] = outcome
+            self._has(outcome)
+
+    def _has(self, outcome: Completion | Failure) -> None:
+        asked = outcome.id if isinstance(outcome, Failure) else outcome.prompt.id
+        self.outcomes[asked] = outcome
+        del self.segments[asked]
+
+    @rule(name=names)
+    def append_segment(self, name: str) -> None:
+        asked = prompt(name)
+        number = self.segments[asked.id]
+        if number == len(segments_of(asked)):
+            return
+        if asked.id in self.outcomes:
+            with pytest.raises(StoreError, match="has its outcome"):
+                self.folder.append_segment(asked.id, number, segments_of(asked)[number])
+        else:
+            with pytest.raises(StoreError, match="does not follow"):
+                self.folder.append_segment(asked.id, number + 1, segments_of(asked)[number])
+            self.folder.append_segment(asked.id, number, segments_of(asked)[number])
+            self.segments[asked.id] += 1
 
     @rule(name=names, room=st.integers(0, 400))
     def append_on_a_full_disk(self, name: str, room: int) -> None:
@@ -275,12 +337,18 @@ class AgainstADict(RuleBasedStateMachine):
             return
         with suppress(NoSpace), full_disk(room), no_space_said():
             self.folder.append(made)
-            self.outcomes[made.prompt.id] = made
+        # Where it filled a journal and the next could not be begun, it is written all the same.
+        if self.folder.is_done(made.prompt.id):
+            self._has(made)
 
     @rule()
     def sync(self) -> None:
         self.folder.sync()
+        self._promise()
+
+    def _promise(self) -> None:
         self.promised = set(self.outcomes)
+        self.promised_segments = +self.segments
 
     @rule()
     def seal_full(self) -> None:
@@ -293,11 +361,13 @@ class AgainstADict(RuleBasedStateMachine):
         assert list((self.run / "journal").glob("*.journal")) == []
         assert audit(self.run).problems == []
         self.folder.manifest.complete = False
+        self.segments.clear()
+        self.promised_segments.clear()
 
     @rule()
     def close_and_reopen(self) -> None:
         self.folder.close()
-        self.promised = set(self.outcomes)
+        self._promise()
         self.folder = open_folder(self.run, rows_per_shard=ROWS_PER_SHARD)
 
     @rule(rows_per_shard=st.integers(1, 6))
@@ -317,6 +387,12 @@ class AgainstADict(RuleBasedStateMachine):
             if not self.folder.is_done(asked):
                 assert asked not in self.promised
                 del self.outcomes[asked]
+        before, self.segments = self.segments, Counter()
+        for asked in (prompt(str(name)).id for name in range(25)):
+            if self.folder.has_begun(asked):
+                self.segments[asked] = len(self.folder.begun(asked))
+            if asked in before:
+                assert self.segments[asked] >= self.promised_segments[asked]
 
     @invariant()
     def the_same(self) -> None:
@@ -327,6 +403,10 @@ class AgainstADict(RuleBasedStateMachine):
         assert all(self.folder.is_done(asked) for asked in self.outcomes)
         assert self.folder.totals == totals_over(list(self.outcomes.values()))
         assert self.folder.failures == sum(isinstance(one, Failure) for one in self.outcomes.values())
+        for asked in (prompt(str(name)) for name in range(25)):
+            expected = segments_of(asked)[: self.segments[asked.id]]
+            assert self.folder.has_begun(asked.id) == bool(expected)
+            assert segment_bytes(self.folder.begun(asked.id)) == segment_bytes(expected)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -349,19 +429,19 @@ def test_a_folder_behaves_like_a_dictionary() -> None:
 # ---- a full disk
 
 
-def test_a_disk_that_fills_up_at_any_byte(tmp_path: Path, dataset: DatasetConfig) -> None:
+def test_a_disk_that_fills_up_at_any_byte(tmp_path: Path, few: DatasetConfig) -> None:
     """The session ends with one clear line; the same command goes on from there."""
     room = sample = 0
     while True:
         path = tmp_path / str(sample)
         with suppress(NoSpace), full_disk(room), no_space_said():
-            session(path, dataset)
+            session(path, few)
             break
-        assert_goes_on(path, dataset)
+        assert_goes_on(path, few)
         room += 397
         sample += 1
     assert sample > 20
-    assert_whole(path, dataset)
+    assert_whole(path, few)
 
 
 def written(path: Path) -> dict[str, bytes]:

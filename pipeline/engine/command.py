@@ -60,7 +60,7 @@ def interpreter(engine: EngineConfig) -> str:
     if engine.python is None:
         return sys.executable
     path = Path(engine.python).expanduser()
-    found = shutil.which(path / "bin" / "python" if path.is_dir() else path)
+    found = shutil.which(str(path / "bin" / "python" if path.is_dir() else path))
     if found is None:
         raise InputError(
             "engine.python",

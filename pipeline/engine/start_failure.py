@@ -13,9 +13,9 @@ _KNOWN = (
     (re.compile(r"Not enough host memory available.*"), "engine.hicache.size_gb, or engine.hicache.ratio"),
     (re.compile(r"unrecognized arguments: .*"), "engine.args"),
     (re.compile(r"error: (?:argument|ambiguous option).*"), "engine.args"),
-    (re.compile(r"No module named '?sglang\b'?.*"), "engine.python, the interpreter that has SGLang"),
+    (re.compile(r"No module named '?sglang[\w.]*'?"), "engine.python, the interpreter that has SGLang"),
     (re.compile(r"(?:torch\.)?(?:cuda\.)?OutOfMemoryError.*|CUDA out of memory.*"), "engine.mem_fraction_static"),
-    (re.compile(r"Not enough memory\..*|.*increase --mem-fraction-static.*"), "engine.mem_fraction_static"),
+    (re.compile(r"Not enough memory\. .*"), "engine.mem_fraction_static"),
     (
         re.compile(r"^.*(?:is not a local folder|does not appear to have a file named|Repo id must be).*"),
         "model.path, or model.tokenizer",

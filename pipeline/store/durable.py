@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import StoreError
@@ -42,16 +43,29 @@ def sync_folder(folder: Path) -> None:
 def replace_file(path: Path, data: bytes, step: str) -> None:
     """Puts ``data`` at ``path`` so that a reader sees the old content or the new, never a mixture."""
     temporary = path.with_name(f".{path.name}.tmp")
-    reached(f"{step}: write")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    reached(f"{step}: rename")
-    os.replace(temporary, path)
+        reached(f"{step}: write")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        reached(f"{step}: rename")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns an operating-system error into the store's account of it."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(error, doing) from error
 
 
 def explain(error: OSError, doing: str) -> StoreError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +12,8 @@ import orjson
 
 from pipeline.records import Failure
 from pipeline.store.durable import reached, sync_folder, write_all
+
+log = logging.getLogger(__name__)
 
 NAME = "failures.jsonl"
 
@@ -41,7 +44,10 @@ class FailureLog:
     def __init__(self, path: Path, valid_end: int) -> None:
         self.end = valid_end
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if os.fstat(self._fd).st_size > valid_end:
+        torn = os.fstat(self._fd).st_size - valid_end
+        if torn > 0:
+            log.warning("%s: %d bytes behind the last whole line are cut; their prompts run again", path, torn)
+            reached("failures: cut torn tail")
             os.ftruncate(self._fd, valid_end)
             os.fsync(self._fd)
         sync_folder(path.parent)

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from pipeline.errors import InputError, StoreError
 from pipeline.records import Completion, Failure, Outcome, Segment, Totals
 from pipeline.store import failures as failure_file
 from pipeline.store import manifest as manifest_file
-from pipeline.store.durable import explain, reached, replace_file, sync_folder
+from pipeline.store.durable import explain, explained, reached, replace_file, sync_folder
 from pipeline.store.failures import FailureLog, read_failures
-from pipeline.store.journal import JournalWriter, read_records
+from pipeline.store.journal import MAGIC, JournalWriter, read_records
 from pipeline.store.lock import FolderLock
 from pipeline.store.manifest import Capture, Manifest, ShardEntry
 from pipeline.store.rows import (
@@ -127,7 +127,8 @@ class RunFolder:
         """Writes an outcome. It survives the end of this process at once, and a power cut after :meth:`sync`.
 
         Raises:
-            StoreError: the disk refused it (nothing was written), or the prompt has an outcome already.
+            StoreError: the disk refused it (nothing was written), the prompt has an outcome already, or the next
+                journal cannot be begun (:meth:`is_done` says that this outcome was written).
         """
         payload = encode_completion(outcome) if isinstance(outcome, Completion) else b""
         with self._state:
@@ -136,17 +137,19 @@ class RunFolder:
                 raise StoreError(f"the run folder is closed; {prompt_id} was not written")
             if prompt_id in self.done:
                 raise StoreError(f"prompt {prompt_id} has an outcome already; the second was not written")
-            try:
+            with explained(f"writing {prompt_id}"):
                 if isinstance(outcome, Failure):
                     self._failure_log.append(outcome)
-                    self.failures += 1
                 else:
-                    self._append_row(payload)
-            except OSError as error:
-                raise explain(error, f"writing {prompt_id}") from error
+                    self._open_writer().append(payload)
+            # It is written: whatever goes wrong from here on, a second one would be one too many.
             self.done.add(prompt_id)
             self._segments.pop(prompt_id, None)
             self._dirty = True
+            if isinstance(outcome, Failure):
+                self.failures += 1
+            else:
+                self._count_row(payload)
 
     def append_segment(self, prompt_id: str, number: int, segment: Segment) -> None:
         """Writes one segment of an unfinished answer, so that another session can go on behind it.
@@ -158,30 +161,37 @@ class RunFolder:
         with self._state:
             if self._closed:
                 raise StoreError(f"the run folder is closed; segment {number} of {prompt_id} was not written")
-            extents = self._segments.setdefault(prompt_id, [])
-            if number != len(extents):
-                raise StoreError(f"segment {number} of {prompt_id} does not follow the {len(extents)} that are there")
-            try:
-                extents.append(self._append_segment(payload))
-            except OSError as error:
-                raise explain(error, f"writing a segment of {prompt_id}") from error
+            if prompt_id in self.done:
+                raise StoreError(f"prompt {prompt_id} has its outcome; segment {number} of it was not written")
+            there = len(self._segments.get(prompt_id, []))
+            if number != there:
+                raise StoreError(f"segment {number} of {prompt_id} does not follow the {there} that are there")
+            with explained(f"writing a segment of {prompt_id}"):
+                extent = self._append_segment(payload)
+            self._segments.setdefault(prompt_id, []).append(extent)
             self._dirty = True
 
     def sync(self) -> None:
-        """Makes everything appended so far durable."""
-        with self._state:
-            if not self._dirty or self._closed:
-                return
-            self._dirty = False
-            # Duplicates, so that appends go on (and a part may be closed) while the disk is busy.
-            files = [self._failure_log.duplicate_fd()]
-            if self._writer:
-                files.append(self._writer.duplicate_fd())
-        reached("journal: sync")
+        """Makes everything appended so far durable.
+
+        Raises:
+            StoreError: the disk refused it; what was appended is not durable yet.
+        """
+        files: list[int] = []
         try:
+            with self._state:
+                if not self._dirty or self._closed:
+                    return
+                self._dirty = False
+                # Duplicates, so that appends go on (and a part may be closed) while the disk is busy.
+                files.append(self._failure_log.duplicate_fd())
+                if self._writer:
+                    files.append(self._writer.duplicate_fd())
+            reached("journal: sync")
             for fd in files:
                 os.fdatasync(fd)
         except OSError as error:
+            self._dirty = True
             raise explain(error, "syncing the journal") from error
         finally:
             for fd in files:
@@ -197,24 +207,29 @@ class RunFolder:
 
     def finish(self) -> None:
         """Seals what is left and marks the run complete."""
+        while self._has_unsealed_rows():
+            with self._state, explained("closing the last journal"):
+                if self._current and self._current.totals.rows:
+                    self._rotate()
+            self.seal_full()
         with self._state:
-            if self._current and self._current.totals.rows:
-                self._rotate()
-        self.seal_full()
-        with self._state:
-            self._drop_empty_journal()
+            with explained("deleting the empty journal"):
+                self._drop_empty_journal()
             self.manifest.complete = True
             self.save_manifest()
 
     def close(self) -> None:
         """Makes everything durable and lets the next writer in."""
         with self._sealing, self._state:
+            if self._closed:
+                return
             self._closed = True
             try:
-                self._failure_log.close()
-                if self._writer:
-                    self._writer.close()
-                    self._writer = None
+                with explained("closing the run folder"):
+                    self._failure_log.close()
+                    if self._writer:
+                        self._writer.close()
+                        self._writer = None
             finally:
                 self._folder_lock.release()
 
@@ -223,10 +238,8 @@ class RunFolder:
         with self._state:
             self.manifest.failures = self.failures
             self.manifest.updated_at = _now()
-            try:
+            with explained("writing the manifest"):
                 manifest_file.save(self.manifest, self.path)
-            except OSError as error:
-                raise explain(error, "writing the manifest") from error
 
     def set_capture(self, capture: Capture) -> None:
         """Records what the distributions of this run are.
@@ -251,17 +264,18 @@ class RunFolder:
         writer.append(payload)
         return _Extent(writer.path, writer.end - len(payload), len(payload))
 
-    def _append_row(self, payload: bytes) -> None:
-        writer = self._open_writer()
+    def _count_row(self, payload: bytes) -> None:
         assert self._current is not None
-        writer.append(payload)
-        scalars = unpack_scalars(payload)
-        counts = totals_of(scalars)
+        counts = totals_of(unpack_scalars(payload))
         self._current.totals.add(counts)
         self.totals.add(counts)
-        self._segments.pop(str(scalars["id"]), None)
         if self._current.totals.rows >= self.settings.rows_per_shard:
-            self._rotate()
+            with explained("beginning the next journal"):
+                self._rotate()
+
+    def _has_unsealed_rows(self) -> bool:
+        with self._state:
+            return bool(self._full or (self._current and self._current.totals.rows))
 
     def _open_writer(self) -> JournalWriter:
         if self._writer is None:
@@ -273,16 +287,18 @@ class RunFolder:
     def _carry_segments_over(self) -> None:
         """Copies the segments of unfinished answers out of the journals that are about to become shards."""
         assert self._current is not None
+        assert self._writer is not None
         for prompt_id, extents in self._segments.items():
             if any(extent.path != self._current.path for extent in extents):
                 self._segments[prompt_id] = [self._append_segment(extent.read()) for extent in extents]
+        if self._segments:
+            self._writer.sync()
 
     def _start_part(self) -> None:
-        number = self._next_number
-        self._next_number += 1
-        path = self.path / "journal" / f"part-{number:05d}.journal"
-        self._current = _Part(number, path, Totals())
+        path = self.path / "journal" / f"part-{self._next_number:05d}.journal"
         self._writer = JournalWriter(path)
+        self._current = _Part(self._next_number, path, Totals())
+        self._next_number += 1
 
     def _rotate(self) -> None:
         assert self._current is not None
@@ -295,7 +311,7 @@ class RunFolder:
             self._open_writer()
 
     def _seal(self, part: _Part) -> ShardEntry:
-        try:
+        with explained(f"sealing {shard_name(part.number)}"):
             entry = seal(
                 part.path,
                 self.path / "shards",
@@ -304,25 +320,24 @@ class RunFolder:
                 self.settings.compression,
                 self.settings.compression_level,
             )
-        except OSError as error:
-            raise explain(error, f"sealing {shard_name(part.number)}") from error
         if entry.rows != part.totals.rows:
             raise StoreError(f"{entry.name} has {entry.rows} rows, its journal had {part.totals.rows}")
         with self._state:
-            before = self.manifest
-            totals = Totals()
-            totals.add(before.totals)
-            totals.add(part.totals)
-            self.manifest = replace(before, shards=[*before.shards, entry], totals=totals)
+            # In place, because others hold the manifest and set what is theirs in it meanwhile.
+            shards, totals = self.manifest.shards, self.manifest.totals
+            self.manifest.shards, self.manifest.totals = [*shards, entry], Totals()
+            self.manifest.totals.add(totals)
+            self.manifest.totals.add(part.totals)
             try:
                 self.save_manifest()
             except StoreError:
-                self.manifest = before
+                self.manifest.shards, self.manifest.totals = shards, totals
                 raise
             self._full.remove(part)
         reached("journal: delete")
-        part.path.unlink()
-        sync_folder(part.path.parent)
+        with explained(f"deleting {part.path}"):
+            part.path.unlink()
+            sync_folder(part.path.parent)
         return entry
 
     def _drop_empty_journal(self) -> None:
@@ -330,16 +345,22 @@ class RunFolder:
             self._writer.close()
             self._current.path.unlink()
             self._current, self._writer = None, None
+            self._segments.clear()
 
     # -- recovery ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        for leftover in (self.path / "shards").glob(".*.tmp"):
-            leftover.unlink()
+        replaced = [self.path / f".{name}.tmp" for name in (manifest_file.NAME, "config.yaml")]
+        for leftover in (*replaced, *(self.path / "shards").glob(".*.tmp")):
+            leftover.unlink(missing_ok=True)
         listed = {entry.name for entry in self.manifest.shards}
         self._check_shards(listed)
         for entry in self.manifest.shards:
-            self.done.update(read_ids(self.path / "shards" / entry.name))
+            path = self.path / "shards" / entry.name
+            ids = read_ids(path)
+            if len(ids) != entry.rows:
+                raise StoreError(f"{path} has {len(ids)} rows, the manifest says {entry.rows}")
+            self.done.update(ids)
         self.totals.add(self.manifest.totals)
         parts = list(self._live_parts(listed))
         self._check_strays(listed, parts)
@@ -364,6 +385,8 @@ class RunFolder:
         self._journal_ids: list[str] = []
         for path in sorted((self.path / "journal").glob("part-*.journal")):
             number = _number(path.name)
+            if path.name != f"part-{number:05d}.journal":
+                raise StoreError(f"{path} is no journal of this run, perhaps a copy; move it out of the run folder")
             if shard_name(number) in listed:
                 path.unlink()
                 continue
@@ -376,8 +399,8 @@ class RunFolder:
                 elif record_kind(payload) == SEGMENT:
                     extent = _Extent(path, part.valid_end - len(payload), len(payload))
                     self._found_segment(scalars["id"], scalars["number"], extent)
-            torn = path.stat().st_size - part.valid_end
-            if torn and part.valid_end:
+            torn = path.stat().st_size - max(part.valid_end, len(MAGIC))
+            if torn > 0:
                 log.warning("%s: %d bytes behind the last whole record are cut; their prompts run again", path, torn)
             self.totals.add(part.totals)
             yield part
@@ -435,6 +458,7 @@ def open_run(folder: Path, settings: StoreConfig, fresh: Manifest, config_yaml: 
         raise explain(error, f"making the run folder {folder}") from error
     try:
         if not (folder / manifest_file.NAME).exists():
+            _refuse_orphans(folder)
             fresh.created_at = fresh.updated_at = _now()
             replace_file(folder / "config.yaml", config_yaml.encode(), "config")
             manifest_file.save(fresh, folder)
@@ -463,13 +487,24 @@ def _refuse_foreign(folder: Path) -> None:
         raise InputError("run.dir", f"{folder} is not a run folder (it holds {foreign[0]})", "a new or empty folder")
 
 
+def _refuse_orphans(folder: Path) -> None:
+    """Outcomes are only ever written behind a manifest; without one, whose they are is not known."""
+    failures = folder / failure_file.NAME
+    found = [*(folder / "journal").glob("part-*.journal"), *(folder / "shards").glob("*.parquet")]
+    if found or (failures.exists() and failures.stat().st_size):
+        first = found[0] if found else failures
+        raise StoreError(
+            f"{folder} holds outcomes ({first.relative_to(folder)}) and no {manifest_file.NAME}; restore that, or "
+            "choose another folder"
+        )
+
+
 def _matching(folder: Path, found: Manifest, fresh: Manifest, extend: bool) -> Manifest:
     changed = differences(found.content, fresh.content)
-    if extend and set(changed) == {"dataset.limit"} and _grows(*changed["dataset.limit"]):
-        return found
-    if changed:
+    grows = set(changed) == {"dataset.limit"} and _grows(*changed["dataset.limit"])
+    if changed and not (extend and grows):
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, (old, new) in changed.items())
-        hint = " (to take more prompts into it, add run.extend=true)" if set(changed) == {"dataset.limit"} else ""
+        hint = " (to take more prompts into it, add run.extend=true)" if grows else ""
         raise InputError("run.dir", f"{folder} belongs to another configuration: {shown}{hint}")
     if found.tokenizer_sha256 != fresh.tokenizer_sha256:
         raise InputError("model.path", f"the tokenizer has changed since {folder} was begun")
@@ -481,7 +516,8 @@ def _grows(old: int | None, new: int | None) -> bool:
 
 
 def _number(name: str) -> int:
-    return int(name.removeprefix("part-").split(".")[0])
+    digits = name.removeprefix("part-").split(".")[0]
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _now() -> str:

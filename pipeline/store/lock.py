@@ -23,8 +23,12 @@ class FolderLock:
             holder = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             raise InputError("run.dir", f"{folder} is being written by another process (pid {holder})")
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def _acquired(self) -> bool:
         # A `status` that looks at the lock holds it for an instant; that must not turn a writer away.
