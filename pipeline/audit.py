@@ -22,12 +22,14 @@ from pipeline.store import failures as failure_file
 from pipeline.store import manifest as manifest_file
 from pipeline.store.failures import read_failures
 from pipeline.store.journal import read_records
-from pipeline.store.manifest import Manifest, ShardEntry
-from pipeline.store.rows import COMPLETION, SCHEMA, Row, record_kind, to_table, totals_of, unpack
+from pipeline.store.lock import is_locked
+from pipeline.store.manifest import Capture, Manifest, ShardEntry
+from pipeline.store.rows import ARRAYS, COMPLETION, SCHEMA, Row, record_kind, to_table, totals_of, unpack
 from pipeline.store.shards import file_digest
 
 SUM_TOLERANCE = 1e-3
 ENTRY_TOLERANCE = 1e-5
+_DISTRIBUTION = ("topk_ids", "topk_logprobs", "tail_logprob")
 _MOST_SHOWN = 20
 _COUNTED = ["finish_reason", "prompt_tokens", "completion_tokens", "cached_device_tokens", "cached_host_tokens"]
 
@@ -53,6 +55,8 @@ def audit(folder: Path) -> Audit:
         InputError: it is no run folder.
     """
     found = Audit()
+    if is_locked(folder):
+        found.notes.append("a process is writing this run: what it moves meanwhile may look broken here")
     manifest = manifest_file.load(folder)
     ids = DigestSet()
     totals = Totals()
@@ -60,7 +64,7 @@ def audit(folder: Path) -> Audit:
         found.shards += 1
         try:
             _audit_shard(folder / "shards" / entry.name, entry, manifest, ids, totals, found)
-        except (OSError, pa.ArrowException) as error:
+        except Exception as error:  # a damaged file may break its reading anywhere
             found.problems.append(f"{entry.name}: cannot be read: {error}")
     if totals != manifest.totals:
         found.problems.append(f"manifest.json: totals are {manifest.totals}, the shards hold {totals}")
@@ -90,7 +94,6 @@ def _audit_shard(
 
 
 def _audit_table(where: str, table: pa.Table, manifest: Manifest, ids: DigestSet, totals: Totals, found: Audit) -> None:
-    k = manifest.capture.top_k if manifest.capture else 0
     for row in table.select([*_COUNTED, "retractions"]).to_pylist():
         totals.add(totals_of(row))
     names = table["id"].to_pylist()
@@ -100,17 +103,19 @@ def _audit_table(where: str, table: pa.Table, manifest: Manifest, ids: DigestSet
     for index, name in enumerate(names):
         found.rows += 1
         found.positions += table["completion_tokens"][index].as_py()
-        problems = list(row_problems(table.slice(index, 1), k))
+        problems = row_problems(table.slice(index, 1), manifest.capture)
         found.problems += [f"{where}: {name}: {problem}" for problem in problems]
 
 
-def row_problems(row: pa.Table, k: int) -> Iterator[str]:
-    """The rules that a one-row table breaks, in words. ``k`` is the number of entries kept per position."""
+def row_problems(row: pa.Table, capture: Capture | None) -> Iterator[str]:
+    """The rules that a one-row table breaks, in words. ``capture`` is what the run keeps of the distributions."""
     count = row["completion_tokens"][0].as_py()
     if row["finish_reason"][0].as_py() not in ("stop", "length"):
         yield f"finish_reason is {row['finish_reason'][0].as_py()!r}"
     if not row["messages"][0].as_py():
         yield "it has no messages"
+    if capture is not None:
+        yield from _null_problems(row, capture)
     prompt_ids, output_ids = _values(row, "prompt_ids"), _values(row, "output_ids")
     if prompt_ids is not None and len(prompt_ids) != row["prompt_tokens"][0].as_py():
         yield f"{len(prompt_ids)} prompt ids, prompt_tokens is {row['prompt_tokens'][0].as_py()}"
@@ -122,7 +127,19 @@ def row_problems(row: pa.Table, k: int) -> Iterator[str]:
     logprobs = _values(row, "output_logprobs")
     if logprobs is not None and not (np.isfinite(logprobs).all() and (logprobs <= SUM_TOLERANCE).all()):
         yield "output_logprobs holds a value that is no log-probability"
-    yield from _distribution_problems(row, count, k, output_ids, logprobs)
+    if count and capture is not None:
+        yield from _distribution_problems(row, count, capture.top_k, output_ids, logprobs)
+
+
+def _null_problems(row: pa.Table, capture: Capture) -> Iterator[str]:
+    """A column is there in every row of a run, or in none."""
+    lacking = {*capture.missing, *(_DISTRIBUTION if capture.top_k == 0 else ())}
+    for name in ARRAYS:
+        is_null = row[name].null_count > 0
+        if is_null and name not in lacking:
+            yield f"{name} is null, the run has it"
+        elif not is_null and name in lacking:
+            yield f"{name} is there, the run lacks it"
 
 
 def _distribution_problems(row: pa.Table, count: int, k: int, output_ids: Any, logprobs: Any) -> Iterator[str]:
@@ -171,18 +188,21 @@ def _audit_names(folder: Path, manifest: Manifest, found: Audit) -> None:
 
 
 def _audit_journals(folder: Path, manifest: Manifest, ids: DigestSet, found: Audit) -> None:
-    k = manifest.capture.top_k if manifest.capture else 0
     listed = {Path(entry.name).stem for entry in manifest.shards}
     waiting = 0
     for path in sorted((folder / "journal").glob("part-*.journal")):
         if path.stem in listed:
             continue
-        for row in _completions(path):
-            waiting += 1
-            found.rows += 1
-            if not ids.add(row.id):
-                found.problems.append(f"{path.name}: {row.id} is there twice")
-            found.problems += [f"{path.name}: {row.id}: {text}" for text in row_problems(to_table([row]), k)]
+        try:
+            for row in _completions(path):
+                waiting += 1
+                found.rows += 1
+                if not ids.add(row.id):
+                    found.problems.append(f"{path.name}: {row.id} is there twice")
+                problems = row_problems(to_table([row]), manifest.capture)
+                found.problems += [f"{path.name}: {row.id}: {text}" for text in problems]
+        except (OSError, PipelineError) as error:
+            found.problems.append(f"{path.name}: cannot be read: {error}")
     if waiting and manifest.complete:
         found.problems.append(f"the run is marked complete, and {waiting} rows are still in the journal")
 
@@ -215,17 +235,18 @@ def _audit_coverage(manifest: Manifest, ids: DigestSet, found: Audit) -> None:
     if not is_local(dataset):
         found.notes.append("the dataset is on a hub: its prompts were not compared with the outcomes")
         return
-    expected = 0
+    known = 0
     try:
         for prompt in read_prompts(dataset):
-            expected += 1
-            if prompt.id not in ids:
+            if prompt.id in ids:
+                known += 1
+            else:
                 found.problems.append(f"{prompt.id} has no outcome")
     except PipelineError as error:
         found.notes.append(f"the dataset cannot be read here, its prompts were not compared: {error}")
         return
-    if expected < len(ids):
-        found.problems.append(f"{len(ids)} outcomes for the {expected} prompts of the dataset")
+    if known < len(ids):
+        found.problems.append(f"{len(ids) - known} outcomes belong to no prompt of the dataset")
 
 
 def report_lines(found: Audit) -> list[str]:

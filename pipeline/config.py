@@ -22,16 +22,23 @@ IO_BACKENDS = ("kernel", "direct")
 MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
 COMPRESSION_LEVELS = {"zstd": (1, 22), "gzip": (1, 9), "brotli": (0, 11)}
 COMPRESSIONS = (*COMPRESSION_LEVELS, "snappy", "lz4", "none")
+WHOLE_OUTPUT = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"),
+    *("stop", "regex", "json_schema"),
+)
 
 
 @dataclass
 class RunConfig:
     """``extend`` lets a finished or running folder grow to a larger ``dataset.limit``; ``drain_s`` is how long
-    answers in flight may take to finish after the first SIGINT or SIGTERM."""
+    answers in flight may take to finish after the first SIGINT or SIGTERM; ``retry_failed`` takes back the recorded
+    failures and asks for those prompts again; ``max_failures_in_a_row`` failed requests end a run (0: never)."""
 
     name: str = ""
     dir: str = ""
     extend: bool = False
+    retry_failed: bool = False
+    max_failures_in_a_row: int = 50
     drain_s: float = 60.0
 
 
@@ -119,7 +126,11 @@ class EngineConfig:
 
 @dataclass
 class SamplingConfig:
-    """How the target samples. ``top_k`` -1 keeps the whole vocabulary; ``seed`` None leaves the draw to the engine."""
+    """How the target samples. ``top_k`` -1 keeps the whole vocabulary; ``seed`` None leaves the draw to the engine.
+
+    ``segment_tokens``: tokens asked for at a time, 0 for the whole answer at once. What depends on the whole output
+    (penalties, ``min_new_tokens``, ``stop`` strings, a grammar in ``regex`` or ``json_schema``) excludes segments.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -128,6 +139,19 @@ class SamplingConfig:
     max_new_tokens: int = 4096
     seed: Optional[int] = None
     segment_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    regex: Optional[str] = None
+    json_schema: Optional[str] = None
+
+    @property
+    def whole_output_options(self) -> dict[str, Any]:
+        """The options in use that depend on the whole output, by the names that SGLang gives them too."""
+        unused = SamplingConfig()
+        return {name: value for name in WHOLE_OUTPUT if (value := getattr(self, name)) != getattr(unused, name)}
 
 
 @dataclass
@@ -206,6 +230,7 @@ def check(config: Config) -> None:
     _at_least("run.drain_s", config.run.drain_s, 0)
 
     _not_empty("dataset.path", config.dataset.path, "a file, a folder or a hub id")
+    _at_least("run.max_failures_in_a_row", config.run.max_failures_in_a_row, 0)
     _one_of("dataset.source", config.dataset.source, SOURCES)
     _one_of("dataset.turns", config.dataset.turns, TURNS)
     _at_least("dataset.samples", config.dataset.samples, 1)
@@ -265,6 +290,13 @@ def check(config: Config) -> None:
         # SGLang draws from a seed only in its deterministic mode, which none of its CPU attention backends has.
         raise InputError("sampling.seed", "SGLang on the CPU cannot draw from a seed", "null, or another engine")
     _at_least("sampling.segment_tokens", sampling.segment_tokens, 0)
+    if sampling.segment_tokens and (options := sampling.whole_output_options):
+        name = next(iter(options))
+        raise InputError(
+            f"sampling.{name}",
+            f"it depends on the whole output, and sampling.segment_tokens={sampling.segment_tokens} asks in pieces",
+            "sampling.segment_tokens=0",
+        )
     if sampling.segment_tokens and engine.kind == "openai":
         raise InputError("sampling.segment_tokens", "engine=openai cannot go on with an answer begun", "0")
     _between("capture.top_k", config.capture.top_k, 0, 1000)

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from pipeline import logs
+from pipeline.breaker import CircuitBreaker
 from pipeline.client.complete import Answered, Completer, to_completion
 from pipeline.client.endpoint import Endpoint
 from pipeline.client.generate import GenerateClient
@@ -122,6 +123,7 @@ async def generate(
     progress: Progress,
 ) -> None:
     """Workers answer and record until the feed ends, while the disk, the engines and the bar are looked after."""
+    breaker = CircuitBreaker(config.run.max_failures_in_a_row)
     try:
         async with asyncio.TaskGroup() as background:
             tasks = [
@@ -132,7 +134,7 @@ async def generate(
             ]
             async with asyncio.TaskGroup() as workers:
                 for _ in range(fleet.limit):
-                    workers.create_task(work(feed, completer, folder, template))
+                    workers.create_task(work(feed, completer, folder, template, breaker))
             for task in tasks:
                 task.cancel()
     except* PipelineError as errors:
@@ -140,11 +142,17 @@ async def generate(
     await asyncio.to_thread(folder.sync)
 
 
-async def work(feed: PromptFeed, completer: Completer, folder: RunFolder, template: PromptTemplate | None) -> None:
+async def work(
+    feed: PromptFeed, completer: Completer, folder: RunFolder, template: PromptTemplate | None, breaker: CircuitBreaker
+) -> None:
     """One worker: takes a prompt, gets its outcome, records it, takes the next."""
     async for prompt in feed:
         answered = prompt if isinstance(prompt, Failure) else await answer(prompt, completer, folder)
         await asyncio.to_thread(record, folder, answered, template)
+        if isinstance(answered, Failure):
+            breaker.failed(answered)
+        else:
+            breaker.succeeded()
 
 
 async def answer(prompt: TokenizedPrompt, completer: Completer, folder: RunFolder) -> Answered | Failure:

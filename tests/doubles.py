@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -213,9 +214,28 @@ class EngineDouble:
         self.in_flight = 0
         self.most_in_flight = 0
         self.url = ""
+        self._dies_after: int | None = None
+        self._dead_for_s = 0.0
+        self._dead_until = 0.0
+
+    def dies_after(self, requests: int, for_s: float) -> None:
+        """From the request after so many on, breaks every connection, for ``for_s`` seconds."""
+        self._dies_after, self._dead_for_s = requests, for_s
+
+    def _is_dead(self) -> bool:
+        if self._dies_after is not None and len(self.requests) >= self._dies_after:
+            self._dies_after, self._dead_until = None, time.monotonic() + self._dead_for_s
+        return time.monotonic() < self._dead_until
+
+    @web.middleware
+    async def _breaks_connections_when_dead(self, request: web.Request, handler: Any) -> Reply:
+        if self._is_dead():
+            return await drops_the_connection(request, {})
+        reply: Reply = await handler(request)
+        return reply
 
     async def __aenter__(self) -> EngineDouble:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[self._breaks_connections_when_dead])
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/ready", self._empty)

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_rows import config_of, open_folder, outcome_of, prompts_of, segment_bytes, segments_of
+from store_rows import completion, config_of, open_folder, outcome_of, prompts_of, segment_bytes, segments_of
 
 from pipeline.config import DatasetConfig
 from pipeline.records import Prompt
 from pipeline.store import RunFolder, durable
+from pipeline.store.rows import encode_completion, to_table, unpack
 
 ROWS_PER_SHARD = 2
 
@@ -192,8 +193,11 @@ class KilledSessions:
 
 def nursery() -> None:
     """Forks a session for each line of standard input; a process without threads may fork."""
-    import pandas  # noqa: F401 - pyarrow would import it in every session, which takes longer than the session
+    # Imported here once, and not in every session when it is first needed, which takes longer than the session.
+    import pandas  # noqa: F401
+    import pyarrow.dataset  # noqa: F401
 
+    to_table([unpack(encode_completion(completion()))])
     never_wait_for_the_disk(pytest.MonkeyPatch())
     for line in sys.stdin:
         path, dataset, step = json.loads(line)

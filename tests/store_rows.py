@@ -298,7 +298,11 @@ def open_folder(
     fresh = Manifest(fingerprint(config), content_settings(config), config.model.path, tokenizer, "")
     settings = StoreConfig(rows_per_shard=rows_per_shard)
     folder = open_run(path, settings, fresh, "made: up\n", extend)
-    folder.set_capture(Capture(K, "raw"))
+    try:
+        folder.set_capture(Capture(K, "raw"))
+    except BaseException:
+        folder.close()
+        raise
     return folder
 
 

@@ -30,6 +30,7 @@ from pipeline.client.complete import Answered, Completer, seed_of
 from pipeline.client.endpoint import Request
 from pipeline.client.faults import RequestFault
 from pipeline.client.generate import GenerateClient
+from pipeline.client.segments import join
 from pipeline.config import ClientConfig, SamplingConfig
 from pipeline.engine.fleet import Engine, Fleet
 from pipeline.engine.probe import engine_facts
@@ -216,3 +217,31 @@ def test_a_rows_seed_depends_on_the_runs_seed_and_the_row_alone() -> None:
     assert seed_of(7, "a") == seed_of(7, "a")
     assert len({seed_of(7, "a"), seed_of(7, "b"), seed_of(8, "a")}) == 3
     assert all(0 <= (seed_of(1, str(i)) or 0) < 2**31 for i in range(1000))
+
+
+def test_an_answer_begun_is_gone_on_with_from_its_last_segment() -> None:
+    sampling = SamplingConfig(max_new_tokens=9, segment_tokens=2)
+    kept: list[int] = []
+
+    async def keep(number: int, segment: Segment) -> None:
+        kept.append(number)
+
+    async def main(begun: tuple[Segment, ...]) -> tuple[Answered | Failure, list[list[int]]]:
+        async with EngineDouble() as double, aiohttp.ClientSession() as session:
+            engine = Engine("double", double.url, await engine_facts(session, double.url), 1)
+            completer = Completer(Fleet([engine]), GenerateClient(session, sampling, 5, 5, VOCAB), QUICK, sampling)
+            answered = await completer.answer(TokenizedPrompt(PROMPT, IDS), begun, keep)
+            return answered, [request["input_ids"] for request in double.requests]
+
+    whole, requests = asyncio.run(main(()))
+    assert isinstance(whole, Answered)
+    assert [len(ids) - len(IDS) for ids in requests] == [0, 2, 4, 6, 8]
+    assert kept == [0, 1, 2, 3]
+    kept.clear()
+    resumed, later = asyncio.run(main(whole.segments[:3]))
+    assert isinstance(resumed, Answered)
+    assert later == requests[3:]
+    assert kept == [3]
+    np.testing.assert_array_equal(join(resumed.segments).output_ids, join(whole.segments).output_ids)
+    np.testing.assert_array_equal(join(resumed.segments).topk_logprobs, join(whole.segments).topk_logprobs)
+    assert join(resumed.segments).completion_tokens == 9

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -387,3 +389,35 @@ def test_the_plugin_stops_an_engine_that_it_does_not_fit(flags: list[str], statu
     assert "ALLOC_MEMORY_FUNCS" in left.stderr
     assert left.stderr.count("\n") == 1
     assert "swallowed" not in left.stdout
+
+
+def test_the_copy_moves_the_rows_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(site_dir()))
+    plugin = importlib.import_module("eagle3_hicache_cpu")
+    device = [torch.randn(9, 2, 4) for _ in range(3)]
+    host = [torch.zeros(20, 2, 4) for _ in range(3)]
+    rows, slots = torch.tensor([7, 0, 3]), torch.tensor([11, 19, 2])
+    plugin.transfer_kv_direct(device, host, rows, slots, page_size=1)
+    for layer, copy in zip(device, host, strict=True):
+        assert torch.equal(copy[slots], layer[rows])
+        assert copy.abs().sum(dim=(1, 2)).count_nonzero() == 3
+    back = [torch.zeros_like(layer) for layer in device]
+    plugin.transfer_kv_direct(host, back, slots, rows, page_size=1)
+    for layer, copy in zip(device, back, strict=True):
+        assert torch.equal(copy[rows], layer[rows])
+
+
+@pytest.mark.engine
+def test_the_installed_sglang_is_laid_out_as_the_plugin_expects() -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed here")
+    code = (
+        "import eagle3_hicache_cpu, torch; eagle3_hicache_cpu.install(); "
+        "from sglang.srt.mem_cache.pool_host import common, mha; "
+        "assert common.ALLOC_MEMORY_FUNCS['cpu'] is eagle3_hicache_cpu.allocate_unpinned; "
+        "assert mha.transfer_kv_direct is eagle3_hicache_cpu.transfer_kv_direct; "
+        "assert not hasattr(torch.ops.sgl_kernel, 'convert_weight_packed')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site_dir()), "SGLANG_USE_CPU_ENGINE": "1"}
+    subprocess.run([sys.executable, "-c", code, "--enable-hierarchical-cache"], env=environment, check=True)

@@ -102,8 +102,8 @@ def log_of(folder: Path, text: str) -> Path:
         (FLAG, "unrecognized arguments: --no-such-flag 3 (see engine.args)"),
         (
             MODEL,
-            "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/where'. Use `repo_type` if "
-            "needed. (see model.path, or model.tokenizer)",
+            "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/where'. Use `repo_type` "
+            "if needed. (see model.path, or model.tokenizer)",
         ),
         (PORT, "address already in use (see engine.port)"),
         (

@@ -98,6 +98,7 @@ def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int | N
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "max_new_tokens": max_new_tokens,
+        **sampling.whole_output_options,
     }
     if seed is not None:
         params["sampling_seed"] = seed

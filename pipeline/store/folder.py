@@ -438,12 +438,20 @@ class RunFolder:
                 raise StoreError(f"{path} is not in the manifest and has no journal; move it out of the run folder")
 
 
-def open_run(folder: Path, settings: StoreConfig, fresh: Manifest, config_yaml: str, extend: bool) -> RunFolder:
+def open_run(
+    folder: Path,
+    settings: StoreConfig,
+    fresh: Manifest,
+    config_yaml: str,
+    extend: bool = False,
+    retry_failed: bool = False,
+) -> RunFolder:
     """Opens a run folder for writing, making it where there is none.
 
     Args:
         fresh: the manifest that a new run starts with; an existing one must have the same fingerprint.
         extend: accept a larger ``dataset.limit`` than the folder was made with.
+        retry_failed: take back the recorded failures, so that their prompts have no outcome again.
 
     Raises:
         InputError: the folder belongs to another configuration, to another process, or to no run at all.
@@ -468,6 +476,10 @@ def open_run(folder: Path, settings: StoreConfig, fresh: Manifest, config_yaml: 
             manifest.fingerprint, manifest.content, manifest.complete = fresh.fingerprint, fresh.content, False
             replace_file(folder / "config.yaml", config_yaml.encode(), "config")
             manifest_file.save(manifest, folder)
+        if retry_failed:
+            manifest.complete = False
+            manifest_file.save(manifest, folder)
+            replace_file(folder / failure_file.NAME, b"", "failures: take back")
         return RunFolder(folder, settings, manifest, lock)
     except OSError as error:
         lock.release()
