@@ -20,12 +20,9 @@ import aiohttp
 from pipeline import logs
 from pipeline.breaker import CircuitBreaker
 from pipeline.client.complete import Answered, Completer, to_completion
-from pipeline.client.endpoint import Endpoint
-from pipeline.client.generate import GenerateClient
-from pipeline.client.vocabulary import model_vocab_size
+from pipeline.client.open import open_endpoint
 from pipeline.config import Config, content_settings, fingerprint
 from pipeline.engine.fleet import Fleet
-from pipeline.engine.probe import logprob_semantics
 from pipeline.engine.supervise import open_fleet, supervise
 from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, first_error
 from pipeline.feed import PromptFeed
@@ -35,7 +32,7 @@ from pipeline.prompts.count import expected_prompts
 from pipeline.prompts.template import PromptTemplate, load_template
 from pipeline.records import Failure, Segment, TokenizedPrompt, Totals
 from pipeline.stop import Stop
-from pipeline.store import Capture, Manifest, RunFolder, open_run
+from pipeline.store import Manifest, RunFolder, open_run
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +74,9 @@ async def run(config: Config, config_yaml: str, stop: Stop) -> Summary:
     """
     template = load_template(config.model) if needs_tokenizer(config) else None
     check_disk(config)
-    folder = open_run(
-        Path(config.run.dir), config.store, new_manifest(config, template), config_yaml, config.run.extend
-    )
+    fresh = new_manifest(config, template)
+    wanted = config.run
+    folder = open_run(Path(wanted.dir), config.store, fresh, config_yaml, wanted.extend, wanted.retry_failed)
     try:
         with logs.to_file(folder.path / "logs" / "pipeline.log"):
             return await fill(config, folder, template, stop)
@@ -94,12 +91,16 @@ async def fill(config: Config, folder: RunFolder, template: PromptTemplate | Non
         await asyncio.to_thread(folder.finish)
         return summarize(folder, None, stop)
     folder.manifest.complete = False
-    async with open_session() as session, open_fleet(config, session, folder.path / "logs") as fleet:
+    async with (
+        open_session() as session,
+        open_fleet(config, session, folder.path / "logs") as fleet,
+        open_endpoint(config, session, fleet) as (endpoint, capture),
+    ):
         folder.manifest.engines = [engine.facts.as_json() for engine in fleet.engines]
-        folder.set_capture(await capture_of(config, session, fleet))
+        folder.set_capture(capture)
         progress = Progress(folder, expected_prompts(config.dataset))
         try:
-            completer = Completer(fleet, open_endpoint(config, session, template), config.client, config.sampling)
+            completer = Completer(fleet, endpoint, config.client, config.sampling)
             with stop.draining(feed.stop, config.run.drain_s):
                 await generate(config, session, feed, fleet, completer, folder, template, progress)
         finally:
@@ -195,36 +196,10 @@ def open_feed(config: Config, folder: RunFolder, template: PromptTemplate | None
     return PromptFeed(read_prompts(config.dataset), folder.is_done, tokenize, READ_AHEAD)
 
 
-def open_endpoint(config: Config, session: aiohttp.ClientSession, template: PromptTemplate | None) -> Endpoint:
-    """The way this run asks its engines."""
-    vocab_size = model_vocab_size(config.model)
-    return GenerateClient(session, config.sampling, config.capture.top_k, config.client.timeout_s, vocab_size)
-
-
 def open_session() -> aiohttp.ClientSession:
     """The HTTP connections of a run: as many as there are requests in flight, each reused."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-
-
-async def capture_of(config: Config, session: aiohttp.ClientSession, fleet: Fleet) -> Capture:
-    """What the distributions of this run are, asked of every engine.
-
-    Raises:
-        InputError: an engine gives temperature-scaled values and ``capture.allow_scaled`` is not set. At the
-            temperatures 0 and 1 there is nothing to refuse: SGLang scales by nothing there.
-    """
-    found = {engine.url: await logprob_semantics(session, engine.url) for engine in fleet.engines}
-    scaled = [url for url, semantics in found.items() if semantics == "scaled"]
-    if not scaled or config.sampling.temperature in (0.0, 1.0):
-        return Capture(config.capture.top_k, "raw")
-    if not config.capture.allow_scaled:
-        raise InputError(
-            "capture.allow_scaled",
-            f"{scaled[0]} gives log-probabilities scaled by sampling.temperature={config.sampling.temperature:g}",
-            "start the engine with SGLANG_RETURN_ORIGINAL_LOGPROB=1, or capture.allow_scaled=true",
-        )
-    return Capture(config.capture.top_k, "scaled")
 
 
 def needs_tokenizer(config: Config) -> bool:

@@ -37,7 +37,7 @@ def engine_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield url
 
 
-class serve:  # noqa: N801 - reads as a verb where it is used
+class serve:
     """``with serve(folder, *overrides) as url``: an engine of the tiny model through the command line."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:

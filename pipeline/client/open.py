@@ -21,6 +21,9 @@ from pipeline.store import Capture
 
 log = logging.getLogger(__name__)
 
+NOTHING_TO_SCALE = (0.0, 1.0)
+"""Temperatures at which scaled and raw values are the same: 0 is greedy sampling, with the logits as they are."""
+
 
 @asynccontextmanager
 async def open_endpoint(
@@ -48,6 +51,8 @@ async def open_endpoint(
 
 async def _native_capture(config: Config, session: aiohttp.ClientSession, fleet: Fleet) -> Capture:
     scaled = [engine.url for engine in fleet.engines if await logprob_semantics(session, engine.url) == "scaled"]
+    if scaled and len(scaled) < len(fleet.engines) and config.sampling.temperature not in NOTHING_TO_SCALE:
+        raise InputError("engine.urls", f"{' '.join(scaled)} gives scaled log-probabilities, the others raw ones")
     return _accepted(config, Capture(config.capture.top_k, "scaled" if scaled else "raw"), " ".join(scaled))
 
 
@@ -55,7 +60,7 @@ def _accepted(config: Config, capture: Capture, urls: str) -> Capture:
     """The capture as it is recorded. At the temperatures 0 and 1 values are scaled by nothing."""
     if capture.logprobs != "scaled":
         return capture
-    if config.sampling.temperature in (0.0, 1.0):
+    if config.sampling.temperature in NOTHING_TO_SCALE:
         return replace(capture, logprobs="raw")
     if not config.capture.allow_scaled:
         raise InputError(
