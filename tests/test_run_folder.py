@@ -267,6 +267,7 @@ class AgainstADict(RuleBasedStateMachine):
     """The folder and a dictionary of outcomes, side by side, through crashes and power cuts."""
 
     names = st.integers(0, 24).map(str)
+    prompts = [prompt(str(number)) for number in range(25)]
 
     @initialize()
     def open(self) -> None:
@@ -354,6 +355,7 @@ class AgainstADict(RuleBasedStateMachine):
     def seal_full(self) -> None:
         self.folder.seal_full()
         assert self.folder.waiting_to_seal == 0
+        self._on_disk()
 
     @rule()
     def finish(self) -> None:
@@ -374,6 +376,7 @@ class AgainstADict(RuleBasedStateMachine):
     def crash(self, rows_per_shard: int) -> None:
         abandon(self.folder)
         self.folder = open_folder(self.run, rows_per_shard=rows_per_shard)
+        self._on_disk()
 
     @precondition(lambda self: self.lives < 3)
     @rule(chance=st.randoms(use_true_random=False))
@@ -388,25 +391,29 @@ class AgainstADict(RuleBasedStateMachine):
                 assert asked not in self.promised
                 del self.outcomes[asked]
         before, self.segments = self.segments, Counter()
-        for asked in (prompt(str(name)).id for name in range(25)):
+        for asked in (one.id for one in self.prompts):
             if self.folder.has_begun(asked):
                 self.segments[asked] = len(self.folder.begun(asked))
             if asked in before:
                 assert self.segments[asked] >= self.promised_segments[asked]
+        self._on_disk()
 
     @invariant()
     def the_same(self) -> None:
         if not hasattr(self, "folder"):
             return
-        assert Counter(contents(self.run).all) == Counter(self.outcomes.keys())
         assert len(self.folder.done) == len(self.outcomes)
         assert all(self.folder.is_done(asked) for asked in self.outcomes)
         assert self.folder.totals == totals_over(list(self.outcomes.values()))
         assert self.folder.failures == sum(isinstance(one, Failure) for one in self.outcomes.values())
-        for asked in (prompt(str(name)) for name in range(25)):
-            expected = segments_of(asked)[: self.segments[asked.id]]
-            assert self.folder.has_begun(asked.id) == bool(expected)
-            assert segment_bytes(self.folder.begun(asked.id)) == segment_bytes(expected)
+        assert all(self.folder.has_begun(asked.id) == bool(self.segments[asked.id]) for asked in self.prompts)
+
+    def _on_disk(self) -> None:
+        """What others see in the files."""
+        assert Counter(contents(self.run).all) == Counter(self.outcomes.keys())
+        for asked in self.prompts:
+            begun = segments_of(asked)[: self.segments[asked.id]]
+            assert segment_bytes(self.folder.begun(asked.id)) == segment_bytes(begun)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -421,7 +428,7 @@ def test_a_folder_behaves_like_a_dictionary() -> None:
     run_state_machine_as_test(
         AgainstADict,
         settings=settings(
-            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -21,6 +21,7 @@ from store_rows import (
     completions,
     prompt,
     row_of,
+    segment,
 )
 
 from pipeline.errors import StoreError
@@ -29,8 +30,11 @@ from pipeline.store.rows import (
     ARRAYS,
     COMPLETION,
     SCHEMA,
+    SEGMENT,
     Row,
+    decode_segment,
     encode_completion,
+    encode_segment,
     record_kind,
     to_table,
     totals_of,
@@ -94,6 +98,23 @@ def test_a_record_unpacks_into_the_arrays_it_was_made_of(made: Completion) -> No
         if found is not None:
             assert found.dtype == np.dtype(ARRAYS[name])
             assert found.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("missing", [(), ARRAY_COLUMNS, DISTRIBUTION])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_segment_comes_back_as_it_was(k: int, missing: tuple[str, ...]) -> None:
+    made = segment(seed=7, tokens=3, k=k, missing=missing)
+    payload = encode_segment("B1/a/t0/s0", 2, made)
+    assert record_kind(payload) == SEGMENT != COMPLETION
+    assert (unpack_scalars(payload)["id"], unpack_scalars(payload)["number"]) == ("B1/a/t0/s0", 2)
+    found = decode_segment(payload)
+    assert (found.attempts, found.latency_s, found.engine) == (made.attempts, made.latency_s, made.engine)
+    for field in fields(made.answer):
+        before, after = getattr(made.answer, field.name), getattr(found.answer, field.name)
+        if isinstance(before, np.ndarray):
+            assert (after.dtype, after.shape, after.tobytes()) == (before.dtype, before.shape, before.tobytes())
+        else:
+            assert after == before
 
 
 def test_bits_of_a_float_survive() -> None:

@@ -46,7 +46,8 @@ class ChatClient:
         try:
             body = await self.servers[url].ask(request, self.sampling, self.dialects[url], self.timeout_s)
         except TimeoutError:
-            raise RequestFault("timeout", f"no answer from {url} within {self.timeout_s:g} s") from None
+            detail = f"no answer from {url} within {self.timeout_s:g} s"
+            raise RequestFault("timeout", detail, connection=True) from None
         except openai.APIError as error:
             raise fault_of(error, url) from None
         answer = without(to_answer(parse(body), self.capture.top_k), self.capture.missing)
@@ -96,10 +97,10 @@ def _asked(dialect: Dialect, capture: Capture) -> Dialect:
 def fault_of(error: openai.APIError, url: str) -> RequestFault:
     """What an error of the SDK means for the prompt."""
     if isinstance(error, openai.APITimeoutError):
-        return RequestFault("timeout", f"no answer from {url} in time")
+        return RequestFault("timeout", f"no answer from {url} in time", connection=True)
     if isinstance(error, openai.APIConnectionError):
         reason = error.__cause__ or error
-        return RequestFault("unreachable", f"{url}: {type(reason).__name__}: {reason}")
+        return RequestFault("unreachable", f"{url}: {type(reason).__name__}: {reason}", connection=True)
     if isinstance(error, openai.APIStatusError):
         return fault_of_status(error.status_code, words_of(error), url)
     return bad_answer(f"{url}: {error}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.config import EngineConfig, ModelConfig, SamplingConfig
 from pipeline.engine.cpu import site_dir
+from pipeline.engine.orphans import OWNER, this_process
 from pipeline.errors import InputError
 
 # Idle, the scheduler would poll without pause: a whole core of the few there are.
@@ -127,6 +128,9 @@ def _environment(engine: EngineConfig) -> dict[str, str]:
     # The model's own distribution, whatever temperature a request samples at.
     env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
+    # Importing SGLang without bytecode doubles the time that an engine takes to start.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    env[OWNER] = this_process()
     if engine.kind == "cpu":
         env |= _CPU_ENV
     env |= engine.env

@@ -41,7 +41,7 @@ class Fleet:
 
     def __init__(self, engines: list[Engine], is_alive: Callable[[Engine], Awaitable[bool]] = _always_alive) -> None:
         self.engines = engines
-        self._is_alive = is_alive
+        self.is_alive = is_alive
         self._changed = asyncio.Condition()
 
     @property
@@ -75,7 +75,7 @@ class Fleet:
     async def lost(self, engine: Engine) -> bool:
         """To be called when a connection to an engine broke: whether the engine is gone, rather than the one
         connection. It gets no more requests until it is back."""
-        if engine.down is None and not await self._is_alive(engine):
+        if engine.down is None and not await self.is_alive(engine):
             await self.mark_down(engine, "it does not answer")
         return engine.down is not None
 

@@ -118,6 +118,11 @@ async def answers(url: str, session: aiohttp.ClientSession) -> bool:
     return status == 200
 
 
+async def answers_at_all(url: str, session: aiohttp.ClientSession) -> bool:
+    """Whether a server that is no SGLang engine speaks HTTP; it promises nothing that could be asked for instead."""
+    return await _status(url, session) is not None
+
+
 async def _status(url: str, session: aiohttp.ClientSession) -> int | None:
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:

@@ -18,8 +18,9 @@ import aiohttp
 
 from pipeline.config import Config, EngineConfig
 from pipeline.engine.fleet import Engine, Fleet
-from pipeline.engine.launch import EngineProcess, answers, choose_port, launch, stop, wait_until_ready
+from pipeline.engine.launch import EngineProcess, answers, answers_at_all, choose_port, launch, stop, wait_until_ready
 from pipeline.engine.metrics import read_progress
+from pipeline.engine.orphans import end_orphans
 from pipeline.engine.probe import EngineFacts, check_model, engine_facts
 from pipeline.engine.start_failure import describe_exit, last_error
 from pipeline.errors import EngineDown, InputError, first_error
@@ -40,7 +41,8 @@ async def open_fleet(config: Config, session: aiohttp.ClientSession, logs: Path)
         EngineDown: an engine that we start does not come up; the text is its own reason.
     """
     if config.engine.kind == "openai":
-        yield Fleet([_unknown(url, config.client.concurrency) for url in config.engine.urls])
+        servers = [_unknown(url, config.client.concurrency) for url in config.engine.urls]
+        yield Fleet(servers, lambda server: answers_at_all(server.url, session))
     elif config.engine.kind == "attach":
         engines = [await _attach(config, session, url) for url in config.engine.urls]
         yield Fleet(engines, lambda engine: answers(engine.url, session))
@@ -59,8 +61,8 @@ async def supervise(config: Config, fleet: Fleet, session: aiohttp.ClientSession
         for engine in fleet.engines:
             if engine.process is not None:
                 group.create_task(_keep_ours(config, fleet, engine, session))
-            elif config.engine.kind == "attach":
-                group.create_task(_keep_attached(config.engine, fleet, engine, session))
+            else:
+                group.create_task(_keep_attached(fleet, engine))
         group.create_task(_give_up_when_all_are_lost(config.engine, fleet))
 
 
@@ -148,10 +150,10 @@ async def _until_hung(stall_s: float, engine: Engine, session: aiohttp.ClientSes
             return f"it hangs: {engine.outstanding} requests and no token for {stall_s:.0f} s (engine.stall_s)"
 
 
-async def _keep_attached(config: EngineConfig, fleet: Fleet, engine: Engine, session: aiohttp.ClientSession) -> None:
+async def _keep_attached(fleet: Fleet, engine: Engine) -> None:
     while True:
         await engine.went_down.wait()
-        while not await answers(engine.url, session):  # noqa: ASYNC110 - nobody would set an event
+        while not await fleet.is_alive(engine):  # noqa: ASYNC110 - nobody would set an event
             await asyncio.sleep(POLL_S)
         await fleet.mark_up(engine)
 
@@ -176,6 +178,7 @@ async def _give_up_when_all_are_lost(config: EngineConfig, fleet: Fleet) -> None
 async def _started(config: Config, session: aiohttp.ClientSession, logs: Path) -> AsyncIterator[Fleet]:
     processes: list[EngineProcess] = []
     engines: list[Engine] = []
+    end_orphans()
     try:
         for number in range(config.engine.replicas):
             wanted = config.engine.port + number if config.engine.port else 0
