@@ -286,6 +286,15 @@ def check(config: Config) -> None:
         _at_least("sampling.top_k", sampling.top_k, 1)
     _between("sampling.min_p", sampling.min_p, 0.0, 1.0)
     _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+    _between("sampling.frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _between("sampling.presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    if not 0.0 < sampling.repetition_penalty <= 2.0:
+        raise InputError("sampling.repetition_penalty", f"{sampling.repetition_penalty} is out of range", "0 < x <= 2")
+    _between("sampling.min_new_tokens", sampling.min_new_tokens, 0, sampling.max_new_tokens)
+    if not all(isinstance(text, str) and text for text in sampling.stop):
+        raise InputError("sampling.stop", f"{sampling.stop} holds more than texts", "sampling.stop=[TEXT,...]")
+    if sampling.regex is not None and sampling.json_schema is not None:
+        raise InputError("sampling.json_schema", "an answer follows one grammar, sampling.regex is set too", "null")
     if sampling.seed is not None and engine.kind == "cpu":
         # SGLang draws from a seed only in its deterministic mode, which none of its CPU attention backends has.
         raise InputError("sampling.seed", "SGLang on the CPU cannot draw from a seed", "null, or another engine")

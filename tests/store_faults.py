@@ -94,7 +94,8 @@ def begin(folder: RunFolder, asked: Prompt, count: int) -> None:
 
 class PowerCut:
     """Knows what a power cut would leave of a folder: of each file what was synced, of each folder the names that
-    were there when it was synced, and of anything since then as much or as little as ``choose`` picks.
+    were there when it was synced, and of anything since then as much or as little as ``choose`` picks. What lies in
+    the folder at first has been there for long.
 
     ``choose`` gets a number of possibilities and picks one of them; 0 is always "nothing since the last sync".
     """
@@ -104,6 +105,8 @@ class PowerCut:
         self._content: dict[int, bytes] = {}
         self._names: dict[Path, dict[str, int]] = {}
         self._open: dict[int, int] = {}
+        for path in (root, *root.rglob("*")):
+            self._note(path)
         patch.setattr(os, "fsync", self._sync)
         patch.setattr(os, "fdatasync", self._sync)
 
@@ -116,21 +119,25 @@ class PowerCut:
         self._leave_folder(self.root, target, choose)
 
     def _sync(self, fd: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        self._note(Path(os.readlink(f"/proc/self/fd/{fd}")), fd)
+
+    def _note(self, path: Path, fd: int | None = None) -> None:
         if path.is_dir():
             self._names[path] = self._listing(path)
         else:
-            inode = self._hold(fd)
+            inode = self._hold_path(path) if fd is None else self._hold(fd)
             self._content[inode] = self._read(inode)
 
     def _listing(self, path: Path) -> dict[str, int]:
         """Names and inodes; each file is held open, so that no inode is used again."""
-        found = {}
-        for entry in path.iterdir():
-            fd = os.open(entry, os.O_RDONLY)
-            found[entry.name] = self._hold(fd)
+        return {entry.name: self._hold_path(entry) for entry in path.iterdir()}
+
+    def _hold_path(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return self._hold(fd)
+        finally:
             os.close(fd)
-        return found
 
     def _hold(self, fd: int) -> int:
         inode = os.fstat(fd).st_ino

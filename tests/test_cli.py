@@ -387,6 +387,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("run.name", ["", " "]),
         ("run.dir", [""]),
         ("run.drain_s", [-1.0, INFINITY, NAN]),
+        ("run.max_failures_in_a_row", [-1]),
         ("dataset.path", [""]),
         ("dataset.source", ["disk", ""]),
         ("dataset.turns", ["second"]),
@@ -418,6 +419,11 @@ NAN, INFINITY = float("nan"), float("inf")
         ("sampling.top_k", [0, -2]),
         ("sampling.min_p", [-0.1, 1.1, NAN]),
         ("sampling.max_new_tokens", [0]),
+        ("sampling.frequency_penalty", [-2.1, 2.1, NAN]),
+        ("sampling.presence_penalty", [-2.1, 2.1, NAN]),
+        ("sampling.repetition_penalty", [0.0, 2.1, NAN]),
+        ("sampling.min_new_tokens", [-1, 97]),
+        ("sampling.stop", [[""], [["a"]]]),
         ("sampling.seed", [0, 7]),
         ("sampling.segment_tokens", [-1]),
         ("capture.top_k", [-1, 1001]),
@@ -457,6 +463,9 @@ def test_values_out_of_range_are_refused_by_key(key: str, values: list[Any], dem
         ("sampling.top_p", [1.0]),
         ("sampling.top_k", [-1, 1]),
         ("sampling.min_p", [0.0, 1.0]),
+        ("sampling.repetition_penalty", [0.1, 2.0]),
+        ("sampling.min_new_tokens", [0, 96]),
+        ("sampling.stop", [[], ["END"]]),
         ("capture.top_k", [0, 1000]),
         ("client.concurrency", [1]),
         ("store.compression", ["zstd", "snappy", "none"]),
@@ -482,6 +491,24 @@ def test_an_openai_server_takes_no_segments(demo: Config) -> None:
     openai = with_value(with_value(segments, "engine.kind", "openai"), "engine.urls", ["http://x"])
     with pytest.raises(InputError, match=r"^sampling\.segment_tokens: .* \(accepted: 0\)$"):
         check(openai)
+
+
+def test_an_answer_follows_one_grammar(demo: Config) -> None:
+    regex = with_value(demo, "sampling.regex", "yes|no")
+    check(regex)
+    with pytest.raises(InputError, match=r"^sampling\.json_schema: .* \(accepted: null\)$"):
+        check(with_value(regex, "sampling.json_schema", "{}"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("frequency_penalty", 0.5), ("repetition_penalty", 1.1), ("min_new_tokens", 1), ("stop", ["x"]), ("regex", "a")],
+)
+def test_what_depends_on_the_whole_answer_excludes_segments(key: str, value: Any, demo: Config) -> None:
+    whole = with_value(demo, f"sampling.{key}", value)
+    check(whole)
+    with pytest.raises(InputError, match=rf"^sampling\.{key}: .* \(accepted: sampling\.segment_tokens=0\)$"):
+        check(with_value(whole, "sampling.segment_tokens", 64))
 
 
 def test_a_seed_is_taken_where_an_engine_can_draw_from_it(demo: Config) -> None:

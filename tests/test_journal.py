@@ -164,11 +164,13 @@ def test_a_failed_append_leaves_the_file_as_it_was(tmp_path: Path, written: int)
     assert read(path) == [b"C before", b"C after"]
 
 
-def test_a_journal_that_cannot_be_begun_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_begun_leaves_no_file_and_no_descriptor(tmp_path: Path) -> None:
     opened = set(os.listdir("/proc/self/fd"))
     with full_disk(after=3), pytest.raises(OSError, match="No space left"):
         JournalWriter(tmp_path / "a.journal")
     assert set(os.listdir("/proc/self/fd")) == opened
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "a.journal").touch()
     assert reopened_with(tmp_path / "a.journal", b"C") == [b"C"]
 
 

@@ -8,15 +8,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from pipeline.stop import Stop
 
+T = TypeVar("T")
+
 FOREVER = 600.0
+PATIENCE = 60.0
+
+
+def played(scenario: Coroutine[Any, Any, T]) -> T:
+    """What a scenario came to; one that never ends is a failure."""
+    return asyncio.run(asyncio.wait_for(scenario, PATIENCE))
 
 
 class Work:
@@ -70,7 +80,7 @@ def test_the_first_request_drains_and_work_ends_by_itself() -> None:
             work.drained.set()
             assert await task == "done"
 
-    asyncio.run(scenario())
+    played(scenario())
 
 
 def test_the_second_request_ends_now() -> None:
@@ -84,7 +94,7 @@ def test_the_second_request_ends_now() -> None:
             await settle()
             assert (task.cancelled(), work.drains) == (True, 1)
 
-    asyncio.run(scenario())
+    played(scenario())
 
 
 def test_the_deadline_ends_what_has_not_drained(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +110,7 @@ def test_the_deadline_ends_what_has_not_drained(caplog: pytest.LogCaptureFixture
             return asyncio.get_running_loop().time() - asked
 
     with caplog.at_level(logging.WARNING, "pipeline"):
-        assert asyncio.run(scenario()) >= 0.045
+        assert played(scenario()) >= 0.045
     assert "answers in flight have 0.05 s to finish" in caplog.text
     assert "answers still in flight after 0.05 s are given up" in caplog.text
 
@@ -123,7 +133,7 @@ def test_a_deadline_that_was_met_ends_nothing() -> None:
             work.drained.set()
             return await task
 
-    assert asyncio.run(scenario()) == "sealed"
+    assert played(scenario()) == "sealed"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -147,7 +157,7 @@ def test_where_nothing_can_drain_the_first_request_ends_now(when: str) -> None:
             await settle()
             return task.cancelled() and work.drains == 0
 
-    assert asyncio.run(scenario())
+    assert played(scenario())
 
 
 def test_a_request_before_anything_listens_is_remembered() -> None:
@@ -191,11 +201,14 @@ class Signalled:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._watchdog = threading.Timer(PATIENCE, self.process.kill)
+        self._watchdog.start()
 
     def __enter__(self) -> Signalled:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
         self.process.kill()
         self.process.communicate()
 

@@ -81,7 +81,7 @@ class JournalWriter:
     """Appends records to one journal file. Not safe for use from several threads at once.
 
     ``valid_end`` is the offset behind the last valid record of an existing file, as :func:`read_records` found it;
-    what lies behind it is cut. 0 starts the file anew.
+    what lies behind it is cut. 0 starts the file anew; where that fails, there is no file.
     """
 
     def __init__(self, path: Path, valid_end: int = 0) -> None:
@@ -98,6 +98,8 @@ class JournalWriter:
             os.lseek(self._fd, self.end, os.SEEK_SET)
         except OSError:
             os.close(self._fd)
+            if valid_end < len(MAGIC):
+                path.unlink(missing_ok=True)
             raise
 
     def append(self, payload: bytes) -> None:
