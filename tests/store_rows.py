@@ -292,12 +292,17 @@ def config_of(dataset: DatasetConfig | None = None, **sampling: Any) -> Config:
 
 
 def open_folder(
-    path: Path, config: Config | None = None, rows_per_shard: int = 3, extend: bool = False, tokenizer: str = "t0"
+    path: Path,
+    config: Config | None = None,
+    rows_per_shard: int = 3,
+    extend: bool = False,
+    tokenizer: str = "t0",
+    retry_failed: bool = False,
 ) -> RunFolder:
     config = config or config_of()
     fresh = Manifest(fingerprint(config), content_settings(config), config.model.path, tokenizer, "")
     settings = StoreConfig(rows_per_shard=rows_per_shard)
-    folder = open_run(path, settings, fresh, "made: up\n", extend)
+    folder = open_run(path, settings, fresh, "made: up\n", extend, retry_failed)
     try:
         folder.set_capture(Capture(K, "raw"))
     except BaseException:

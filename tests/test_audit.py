@@ -36,6 +36,8 @@ from pipeline.config import DatasetConfig
 from pipeline.errors import InputError, StoreError
 from pipeline.records import Failure
 from pipeline.store import Capture, RunFolder
+from pipeline.store.journal import JournalWriter
+from pipeline.store.rows import encode_completion
 
 Rows = list[dict[str, Any]]
 
@@ -252,6 +254,16 @@ def test_rows_in_the_journal_are_checked_too(tmp_path: Path) -> None:
     assert re.fullmatch(r"part-00002\.journal: B1/bad/t0/s0: .*sum to 1.*", problem)
 
 
+def test_an_id_in_a_shard_and_a_journal_is_named(tmp_path: Path) -> None:
+    opened = unfinished(tmp_path)
+    abandon(opened)
+    writer = JournalWriter(opened.path / "journal" / "part-00009.journal")
+    for asked in prompts_of(dataset_of(opened.path))[:1]:
+        writer.append(encode_completion(completion(asked, k=K)))
+    writer.close()
+    assert audit(opened.path).problems == ["part-00009.journal: made/r0/t0/s0 is there twice"]
+
+
 # ---- defects of the folder
 
 
@@ -362,9 +374,12 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def dataset_of(run: Path) -> DatasetConfig:
+    return DatasetConfig(name="made", path=str(run.parent / "prompts.jsonl"))
+
+
 def outcome_of_failure(run: Path, source_id: str) -> Failure:
-    dataset = DatasetConfig(name="made", path=str(run.parent / "prompts.jsonl"))
-    return failure(next(asked for asked in prompts_of(dataset) if asked.source_id == source_id))
+    return failure(next(asked for asked in prompts_of(dataset_of(run)) if asked.source_id == source_id))
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

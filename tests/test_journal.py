@@ -94,6 +94,16 @@ def test_no_changed_byte_brings_a_record_that_was_not_written(tmp_path: Path, ch
             assert reopened_with(path, b"appended") == [*before, b"appended"]
 
 
+def test_records_behind_a_damaged_one_never_come_back(tmp_path: Path) -> None:
+    """Not even when one of the same length takes the place of the damaged one."""
+    path = tmp_path / "a.journal"
+    ends = write(path, [b"first", b"second", b"third"])
+    data = bytearray(path.read_bytes())
+    data[ends[1] - 1] ^= 1
+    path.write_bytes(data)
+    assert reopened_with(path, b"SECOND") == [b"first", b"SECOND"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=24), max_size=3), st.binary(max_size=60))
 def test_whatever_lies_behind_the_last_record_is_no_record(records: list[bytes], tail: bytes) -> None:

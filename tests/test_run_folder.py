@@ -260,6 +260,34 @@ def test_a_power_cut_at_every_step(
     assert len(seen) > 12
 
 
+def test_failures_are_taken_back_wholly_or_not_at_all(
+    tmp_path: Path, few: DatasetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    path = tmp_path / "disk" / "run"
+    session(path, few)
+    cuts: list[Path] = []
+    with monkeypatch.context() as patch:
+        disk = PowerCut(tmp_path / "disk", patch)
+
+        def cut(step: str) -> None:
+            for choose in (lambda possibilities: 0, lambda possibilities: possibilities - 1):
+                cuts.append(tmp_path / str(len(cuts)))
+                disk.leave(cuts[-1], choose)
+
+        patch.setattr(durable, "on_step", cut)
+        folder = open_folder(path, config_of(few), retry_failed=True)
+        patch.setattr(durable, "on_step", None)
+        disk.close()
+    assert folder.failures == 0
+    assert not manifest_file.load(path).complete
+    folder.close()
+    assert len(cuts) >= 8
+    for left in (tmp_path / "disk", *cuts):
+        assert len(contents(left / "run").failures) in (0, 1)
+        assert_goes_on(left / "run", few)
+
+
 # ---- against a dictionary
 
 
@@ -333,7 +361,7 @@ class AgainstADict(RuleBasedStateMachine):
             self.folder.append_segment(asked.id, number, segments_of(asked)[number])
             self.segments[asked.id] += 1
 
-    @rule(name=names, room=st.integers(0, 400))
+    @rule(name=names, room=st.integers(0, 2500))
     def append_on_a_full_disk(self, name: str, room: int) -> None:
         made = completion(name, k=K)
         if made.prompt.id in self.outcomes:
@@ -992,7 +1020,7 @@ def test_another_shard_size_is_taken_up(sound: Path, dataset: DatasetConfig, row
 
 
 def test_temporary_files_of_a_crash_are_cleared_away(sound: Path, dataset: DatasetConfig) -> None:
-    for name in ("shards/.part-00002.parquet.tmp", ".manifest.json.tmp", ".config.yaml.tmp"):
+    for name in ("shards/.part-00002.parquet.tmp", ".manifest.json.tmp", ".config.yaml.tmp", ".failures.jsonl.tmp"):
         (sound / name).write_bytes(b"half a file")
     open_again(sound, dataset).close()
     assert temporary_files(sound) == []

@@ -350,7 +350,7 @@ class RunFolder:
     # -- recovery ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        replaced = [self.path / f".{name}.tmp" for name in (manifest_file.NAME, "config.yaml")]
+        replaced = [self.path / f".{name}.tmp" for name in (manifest_file.NAME, failure_file.NAME, "config.yaml")]
         for leftover in (*replaced, *(self.path / "shards").glob(".*.tmp")):
             leftover.unlink(missing_ok=True)
         listed = {entry.name for entry in self.manifest.shards}
