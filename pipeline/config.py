@@ -199,10 +199,9 @@ class ExportConfig:
 
 @dataclass
 class ProfileConfig:
-    """What a profile says of itself; shown in the first line of a run."""
+    """The name of the profile, shown in the first line of a run."""
 
     name: str = ""
-    note: str = ""
 
 
 @dataclass

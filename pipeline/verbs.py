@@ -22,6 +22,13 @@ from pipeline.summary import opening_lines, totals_lines
 
 T = TypeVar("T")
 
+_ENGINES = {
+    "cpu": "the real SGLang on the CPU",
+    "gpu": "SGLang on the GPU",
+    "attach": "running SGLang engines",
+    "openai": "an OpenAI-compatible server",
+}
+
 
 def run(config: Config, config_yaml: str) -> int:
     """Generates, then shows what came of it."""
@@ -112,14 +119,20 @@ def doctor(config: Config, config_yaml: str) -> int:
 
 
 def first_line(config: Config) -> str:
-    """What is about to be done, and on what."""
-    note = f" ({config.profile.note})" if config.profile.note else ""
-    remote = (
-        " Code from the model's repository will run (model.trust_remote_code)."
-        if config.model.trust_remote_code
-        else ""
-    )
-    return f"profile={config.profile.name}{note}: {config.dataset.name} -> {config.run.dir}.{remote}"
+    """What is about to be done, and on what: facts, whatever the profile was and whatever has been changed of it."""
+    dataset, engine = config.dataset, config.engine
+    rows = f"the first {dataset.limit} rows" if dataset.limit else "all rows"
+    source = "of the bundled sample" if dataset.source == "bundled" else f"of {dataset.path}"
+    cache = f", HiCache {'on' if engine.hicache.enabled else 'off'}" if engine.started_here else ""
+    words = [
+        f"profile={config.profile.name}: {rows} {source} ({dataset.name}), answered by {config.model.name}",
+        f"on {_ENGINES[engine.kind]}{cache}, into {config.run.dir}.",
+    ]
+    if engine.kind == "cpu" and dataset.source == "bundled":
+        words.append("No GPU and no network are needed.")
+    if config.model.trust_remote_code:
+        words.append("Code from the model's repository will run (model.trust_remote_code).")
+    return " ".join(words)
 
 
 def with_signals(work: Coroutine[Any, Any, T], stop: Stop) -> T:

@@ -234,14 +234,20 @@ class EngineDouble:
         reply: Reply = await handler(request)
         return reply
 
+    def routes(self) -> list[web.RouteDef]:
+        """What it answers."""
+        return [
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.get("/ready", self._empty),
+            web.get("/model_info", self._model_info),
+            web.get("/server_info", self._server_info),
+            web.get("/v1/loads", self._loads),
+        ]
+
     async def __aenter__(self) -> EngineDouble:
         app = web.Application(client_max_size=2**30, middlewares=[self._breaks_connections_when_dead])
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/ready", self._empty)
-        app.router.add_get("/model_info", self._model_info)
-        app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/v1/loads", self._loads)
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)

@@ -147,9 +147,19 @@ def test_the_default_profile_is_the_demo_and_says_so(demo: Config) -> None:
     assert (demo.profile.name, demo.engine.kind, demo.dataset.source) == ("demo", "cpu", "bundled")
     assert demo.engine.hicache.enabled
     line = verbs.first_line(demo)
-    assert line.startswith("profile=demo (real SGLang on the CPU with HiCache on, SmolLM2-135M-Instruct")
+    assert line.startswith(
+        "profile=demo: the first 32 rows of the bundled sample (B2), answered by smollm2 on the real"
+    )
+    assert "HiCache on" in line
+    assert line.endswith("No GPU and no network are needed.")
     assert demo.run.dir in line
-    assert "Code from" not in line
+
+
+def test_the_first_line_tells_what_is_done_and_not_what_the_profile_was_for(demo: Config) -> None:
+    config, _ = load_config(["engine=attach", URLS, "dataset.source=hub", "dataset.limit=null", "model=tiny"])
+    line = verbs.first_line(config)
+    assert "all rows of nvidia/OpenCodeInstruct (B2), answered by tiny on running SGLang engines, into" in line
+    assert "No GPU" not in line
 
 
 def test_code_from_a_model_repository_is_said_aloud(demo: Config) -> None:

@@ -96,7 +96,8 @@ class RunFolder:
         self._current: _Part | None = None
         self._segments: dict[str, list[_Extent]] = {}
         self._writer: JournalWriter | None = None
-        self._dirty = False
+        # What a crash left is there to be read, and perhaps not on the disk yet.
+        self._dirty = True
         self._closed = False
         self._recover()
 
@@ -369,6 +370,7 @@ class RunFolder:
             if part is parts[-1] and part.totals.rows < self.settings.rows_per_shard:
                 self._current, self._writer = part, JournalWriter(part.path, part.valid_end)
             elif part.totals.rows:
+                JournalWriter(part.path, part.valid_end).close()
                 self._full.append(part)
             else:
                 part.path.unlink()
