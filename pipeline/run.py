@@ -101,8 +101,9 @@ async def fill(config: Config, folder: RunFolder, template: PromptTemplate | Non
         progress = Progress(folder, expected_prompts(config.dataset))
         try:
             completer = Completer(fleet, endpoint, config.client, config.sampling)
+            breaker = CircuitBreaker(config.run.max_failures_in_a_row)
             with stop.draining(feed.stop, config.run.drain_s):
-                await generate(config, session, feed, fleet, completer, folder, template, progress)
+                await generate(config, session, fleet, Desk(feed, completer, folder, template, breaker), progress)
         finally:
             folder.manifest.seconds += progress.seconds
             progress.close()
@@ -114,65 +115,64 @@ async def fill(config: Config, folder: RunFolder, template: PromptTemplate | Non
 
 
 async def generate(
-    config: Config,
-    session: aiohttp.ClientSession,
-    feed: PromptFeed,
-    fleet: Fleet,
-    completer: Completer,
-    folder: RunFolder,
-    template: PromptTemplate | None,
-    progress: Progress,
+    config: Config, session: aiohttp.ClientSession, fleet: Fleet, desk: Desk, progress: Progress
 ) -> None:
     """Workers answer and record until the feed ends, while the disk, the engines and the bar are looked after."""
-    breaker = CircuitBreaker(config.run.max_failures_in_a_row)
     try:
         async with asyncio.TaskGroup() as background:
             tasks = [
-                background.create_task(sync_regularly(folder, config.store.sync_interval_s)),
-                background.create_task(seal_when_full(folder)),
+                background.create_task(sync_regularly(desk.folder, config.store.sync_interval_s)),
+                background.create_task(seal_when_full(desk.folder)),
                 background.create_task(supervise(config, fleet, session)),
                 background.create_task(progress.show(session, fleet)),
             ]
             async with asyncio.TaskGroup() as workers:
                 for _ in range(fleet.limit):
-                    workers.create_task(work(feed, completer, folder, template, breaker))
+                    workers.create_task(desk.work())
             for task in tasks:
                 task.cancel()
     except* PipelineError as errors:
         raise first_error(errors) from None
-    await asyncio.to_thread(folder.sync)
+    await asyncio.to_thread(desk.folder.sync)
 
 
-async def work(
-    feed: PromptFeed, completer: Completer, folder: RunFolder, template: PromptTemplate | None, breaker: CircuitBreaker
-) -> None:
-    """One worker: takes a prompt, gets its outcome, records it, takes the next."""
-    async for prompt in feed:
-        answered = prompt if isinstance(prompt, Failure) else await answer(prompt, completer, folder)
-        await asyncio.to_thread(record, folder, answered, template)
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all workers share: where prompts come from, how they are answered, where outcomes go."""
+
+    feed: PromptFeed
+    completer: Completer
+    folder: RunFolder
+    template: PromptTemplate | None
+    breaker: CircuitBreaker
+
+    async def work(self) -> None:
+        """One worker: takes a prompt, gets its outcome, records it, takes the next."""
+        async for prompt in self.feed:
+            answered = prompt if isinstance(prompt, Failure) else await self.answer(prompt)
+            await asyncio.to_thread(self.record, answered)
+            if isinstance(answered, Failure):
+                self.breaker.failed(answered)
+            else:
+                self.breaker.succeeded()
+
+    async def answer(self, prompt: TokenizedPrompt) -> Answered | Failure:
+        """The answer to one prompt, begun where an earlier session was interrupted, each segment kept as it comes."""
+        name = prompt.prompt.id
+
+        async def keep(number: int, segment: Segment) -> None:
+            await asyncio.to_thread(self.folder.append_segment, name, number, segment)
+
+        begun = await asyncio.to_thread(self.folder.begun, name) if self.folder.has_begun(name) else ()
+        return await self.completer.answer(prompt, begun, keep)
+
+    def record(self, answered: Answered | Failure) -> None:
+        """Writes an outcome."""
         if isinstance(answered, Failure):
-            breaker.failed(answered)
+            log.info("failure: %s: %s: %s", answered.id, answered.kind, answered.detail)
+            self.folder.append(answered)
         else:
-            breaker.succeeded()
-
-
-async def answer(prompt: TokenizedPrompt, completer: Completer, folder: RunFolder) -> Answered | Failure:
-    """The answer to one prompt, begun where an earlier session was interrupted, each segment kept as it comes."""
-
-    async def keep(number: int, segment: Segment) -> None:
-        await asyncio.to_thread(folder.append_segment, prompt.prompt.id, number, segment)
-
-    begun = await asyncio.to_thread(folder.begun, prompt.prompt.id) if folder.has_begun(prompt.prompt.id) else ()
-    return await completer.answer(prompt, begun, keep)
-
-
-def record(folder: RunFolder, answered: Answered | Failure, template: PromptTemplate | None) -> None:
-    """Writes an outcome."""
-    if isinstance(answered, Failure):
-        log.info("failure: %s: %s: %s", answered.id, answered.kind, answered.detail)
-        folder.append(answered)
-    else:
-        folder.append(to_completion(answered, template))
+            self.folder.append(to_completion(answered, self.template))
 
 
 async def sync_regularly(folder: RunFolder, interval_s: float) -> None:

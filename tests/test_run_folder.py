@@ -32,6 +32,7 @@ from store_faults import (
     ROWS_PER_SHARD,
     KilledSessions,
     PowerCut,
+    begin,
     folder_in_memory,
     full_disk,
     never_wait_for_the_disk,
@@ -61,6 +62,7 @@ from pipeline.errors import InputError, StoreError
 from pipeline.records import Completion, Failure, Segment, Totals
 from pipeline.store import Capture, RunFolder, durable
 from pipeline.store import manifest as manifest_file
+from pipeline.store.journal import frame
 from pipeline.store.lock import FolderLock, is_locked
 from pipeline.store.rows import encode_completion, totals_of, unpack_scalars
 
@@ -549,6 +551,30 @@ def test_a_journal_that_cannot_be_synced_when_it_is_full_keeps_its_row(
     assert audit(folder.path).problems == []
 
 
+@pytest.mark.parametrize("room", [0, 4, 8, 30, 500, 700])
+def test_a_journal_that_cannot_be_followed_by_another_keeps_its_segments(tmp_path: Path, room: int) -> None:
+    folder = open_folder(tmp_path / "run", rows_per_shard=1)
+    long, made = prompt("long"), completion("a", k=K)
+    begin(folder, long, 2)
+    with full_disk(len(frame(encode_completion(made))) + room), pytest.raises(StoreError, match="no space left"):
+        folder.append(made)
+    assert folder.is_done(made.prompt.id)
+    folder.seal_full()
+    assert segment_bytes(folder.begun(long.id)) == segment_bytes(segments_of(long)[:2])
+    begin(folder, long, 3)
+    folder.append(completion("b", k=K))
+    folder.seal_full()
+    for _ in range(2):
+        assert segment_bytes(folder.begun(long.id)) == segment_bytes(segments_of(long))
+        abandon(folder)
+        folder = open_folder(tmp_path / "run", rows_per_shard=1)
+    folder.append(completion(long, k=K))
+    folder.finish()
+    folder.close()
+    assert sorted(contents(folder.path).all) == sorted([made.prompt.id, prompt("b").id, long.id])
+    assert list((folder.path / "journal").glob("*.journal")) == []
+
+
 def no_space(*_: object) -> None:
     raise OSError(28, os.strerror(28))
 
@@ -757,8 +783,31 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     assert written(folder.path) == lying
 
 
-def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> None:
+def begin_run(path: Path, *arguments: object) -> None:
+    """A run with one row."""
+    folder = open_folder(path, *arguments)  # type: ignore[arg-type]
+    folder.append(completion("a", k=K))
+    folder.close()
+
+
+def test_another_configuration_may_have_a_folder_without_outcomes(tmp_path: Path) -> None:
     open_folder(tmp_path / "run", config_of(temperature=1.0)).close()
+    begin_run(tmp_path / "run", config_of(temperature=0.5))
+    assert manifest_file.load(tmp_path / "run").content["sampling"]["temperature"] == 0.5
+    with pytest.raises(InputError, match=r"sampling\.temperature was 0\.5, is now 1\.0"):
+        open_folder(tmp_path / "run", config_of(temperature=1.0))
+
+
+def test_another_configuration_may_not_have_a_folder_with_a_failure_alone(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "run", config_of(temperature=1.0))
+    folder.append(failure("a"))
+    folder.close()
+    with pytest.raises(InputError, match=r"sampling\.temperature was 1\.0, is now 0\.5"):
+        open_folder(tmp_path / "run", config_of(temperature=0.5))
+
+
+def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> None:
+    begin_run(tmp_path / "run", config_of(temperature=1.0))
     with pytest.raises(InputError, match=r"sampling\.temperature was 1\.0, is now 0\.5") as caught:
         open_folder(tmp_path / "run", config_of(temperature=0.5))
     assert caught.value.key == "run.dir"
@@ -795,14 +844,14 @@ def test_a_folder_grows_where_it_is_asked_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(5, 2), (None, 5)])
 def test_a_folder_does_not_shrink(tmp_path: Path, old: int | None, new: int) -> None:
-    open_folder(tmp_path / "run", limited(old)).close()
+    begin_run(tmp_path / "run", limited(old))
     for extend in (False, True):
         with pytest.raises(InputError, match=rf"dataset\.limit was {old}, is now {new}$"):
             open_folder(tmp_path / "run", limited(new), extend=extend)
 
 
 def test_growing_changes_nothing_else(tmp_path: Path) -> None:
-    open_folder(tmp_path / "run", limited(2)).close()
+    begin_run(tmp_path / "run", limited(2))
     other = limited(5)
     other.sampling.temperature = 0.5  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"sampling\.temperature"):
@@ -813,7 +862,7 @@ def test_growing_changes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    open_folder(tmp_path / "run").close()
+    begin_run(tmp_path / "run")
     with pytest.raises(InputError, match="tokenizer has changed"):
         open_folder(tmp_path / "run", tokenizer="t1")
 

@@ -302,14 +302,24 @@ class RunFolder:
         self._next_number += 1
 
     def _rotate(self) -> None:
-        assert self._current is not None
-        assert self._writer is not None
-        self._writer.close()
-        self._full.append(self._current)
+        """Leaves the current journal to be sealed. Where this raises, it stays the current one."""
+        part, writer, segments = self._current, self._writer, self._segments.copy()
+        assert part is not None
+        assert writer is not None
+        writer.sync()
         self._current, self._writer = None, None
-        if self._segments:
-            # At once: the journal that was left may be sealed and deleted from now on.
-            self._open_writer()
+        try:
+            if self._segments:
+                # At once: the journal that is left may be sealed and deleted from now on.
+                self._open_writer()
+        except OSError:
+            try:
+                self._drop_empty_journal()
+            finally:
+                self._current, self._writer, self._segments = part, writer, segments
+            raise
+        self._full.append(part)
+        writer.close()
 
     def _seal(self, part: _Part) -> ShardEntry:
         with explained(f"sealing {shard_name(part.number)}"):
@@ -467,8 +477,10 @@ def open_run(
     except OSError as error:
         raise explain(error, f"making the run folder {folder}") from error
     try:
-        if not (folder / manifest_file.NAME).exists():
+        is_new = not (folder / manifest_file.NAME).exists()
+        if is_new:
             _refuse_orphans(folder)
+        if is_new or _has_no_outcome(folder):
             fresh.created_at = fresh.updated_at = _now()
             replace_file(folder / "config.yaml", config_yaml.encode(), "config")
             manifest_file.save(fresh, folder)
@@ -499,6 +511,15 @@ def _refuse_foreign(folder: Path) -> None:
     foreign = [path.name for path in folder.iterdir() if path.name not in _OWN_NAMES and not path.name.endswith(".tmp")]
     if foreign:
         raise InputError("run.dir", f"{folder} is not a run folder (it holds {foreign[0]})", "a new or empty folder")
+
+
+def _has_no_outcome(folder: Path) -> bool:
+    """Whether a folder with a manifest holds nothing yet, as after a start that failed: then another configuration
+    may have it."""
+    if manifest_file.load(folder).shards or any(True for _ in read_failures(folder / failure_file.NAME)):
+        return False
+    journals = (folder / "journal").glob("part-*.journal")
+    return not any(True for path in journals for _ in read_records(path))
 
 
 def _refuse_orphans(folder: Path) -> None:
