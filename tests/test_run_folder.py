@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -260,6 +260,26 @@ def test_a_power_cut_at_every_step(
             assert long in found.all or kept.segments <= found.segments, left
         assert_goes_on(left / "run", few)
     assert len(seen) > 12
+
+
+@pytest.mark.parametrize("rows_per_shard", [1, 3], ids=["in a full journal", "in a journal"])
+@pytest.mark.parametrize("promise", [RunFolder.sync, RunFolder.close], ids=["sync", "close"])
+def test_what_a_killed_process_left_is_promised_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promise: Callable[[RunFolder], None], rows_per_shard: int
+) -> None:
+    """It was in memory only, where the next process found it."""
+    (tmp_path / "disk").mkdir()
+    disk = PowerCut(tmp_path / "disk", monkeypatch)
+    folder = open_folder(tmp_path / "disk" / "run", rows_per_shard=3)
+    folder.append(completion("a", k=K))
+    folder.append(failure("b"))
+    abandon(folder)
+    folder = open_folder(tmp_path / "disk" / "run", rows_per_shard=rows_per_shard)
+    promise(folder)
+    disk.leave(tmp_path / "left", lambda possibilities: 0)
+    folder.close()
+    disk.close()
+    assert contents(tmp_path / "left" / "run").all == [prompt("a").id, prompt("b").id]
 
 
 def test_failures_are_taken_back_wholly_or_not_at_all(

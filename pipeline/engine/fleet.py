@@ -80,8 +80,8 @@ class Fleet:
         return engine.down is not None
 
     async def mark_down(self, engine: Engine, reason: str) -> None:
-        """Sends nothing more to an engine."""
-        if engine.down is None:
+        """Sends nothing more to an engine. The reason may come in pieces: first that it does not answer, then why."""
+        if engine.down != reason:
             log.warning("%s is down: %s", engine.name, reason)
         engine.down = reason
         engine.went_down.set()
