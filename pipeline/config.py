@@ -180,7 +180,7 @@ class StoreConfig:
     """``sync_interval_s``: the longest an outcome waits for its fsync. ``min_free_gb`` (1e9 bytes): a run is not
     started with less disk than this."""
 
-    rows_per_shard: int = 2000
+    rows_per_shard: int = 1000
     sync_interval_s: float = 1.0
     compression: str = "zstd"
     compression_level: int = 3

@@ -312,3 +312,19 @@ def wait_for_segments(folder: Path, enough: int, process: subprocess.Popen[bytes
             return
         time.sleep(0.02)
     raise AssertionError("the run made no progress")
+
+
+def test_the_same_engine_as_an_openai_server_gives_the_same_rows(
+    finished: Path, engine_url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ("engine=openai", f"engine.urls=[{engine_url}]", "dataset.limit=8", "sampling=greedy")
+    assert main(run_words(folder, engine_url, *words, "sampling.max_new_tokens=40")) == 0
+    assert_sound(folder, 8)
+    native = {row["id"]: row for row in rows_of(finished).to_pylist()}
+    for row in rows_of(folder).to_pylist():
+        for name in ("prompt_ids", "output_ids", "finish_reason", "completion_tokens"):
+            assert row[name] == native[row["id"]][name], name
+        np.testing.assert_allclose(row["topk_logprobs"], native[row["id"]]["topk_logprobs"], atol=1e-4)
+    capture = json.loads((folder / "manifest.json").read_text())["capture"]
+    assert capture == {"top_k": K, "logprobs": "raw", "missing": []}
