@@ -14,6 +14,7 @@ import openai
 from pipeline.client.endpoint import Request
 from pipeline.config import Config, ModelConfig, SamplingConfig
 from pipeline.errors import InputError
+from pipeline.prompts.messages import message_fields
 from pipeline.records import Message
 
 KEEP_ALIVE_S = 4.0
@@ -125,16 +126,8 @@ def words_of(error: openai.APIStatusError) -> str:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as the interface has it: no field without a value, calls as objects, their arguments as JSON text."""
-    fields = {
-        "role": message.role,
-        "content": message.content,
-        "reasoning_content": message.reasoning_content,
-        "tool_calls": [_call(call) for call in json.loads(message.tool_calls)] if message.tool_calls else None,
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    """A message as the interface has it: the arguments of calls as JSON text."""
+    return message_fields(message, _call)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.config import ModelConfig
 from pipeline.errors import InputError
 from pipeline.prompts.hub import looks_like_hub_id, quiet
+from pipeline.prompts.messages import message_fields
 from pipeline.prompts.raw import one_line
 from pipeline.records import Failure, Ids, Message, Prompt, TokenizedPrompt
 
@@ -170,16 +171,8 @@ def _eos_of(path: Path) -> list[int]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: no field without a value, calls and their arguments as objects."""
-    fields = {
-        "role": message.role,
-        "content": message.content,
-        "reasoning_content": message.reasoning_content,
-        "tool_calls": [_call(call) for call in json.loads(message.tool_calls)] if message.tool_calls else None,
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    """A message as templates expect it: the arguments of calls as objects."""
+    return message_fields(message, _call)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

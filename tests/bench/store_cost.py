@@ -86,7 +86,7 @@ def one_run(folder: Path, url: str, data: Path) -> float:
         *("client.concurrency=64", "store.rows_per_shard=500"),
     ]
     started = time.monotonic()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):
         assert pipeline_main(words) == 0
     return time.monotonic() - started
 
