@@ -197,6 +197,7 @@ def _audit_journals(folder: Path, manifest: Manifest, ids: DigestSet, found: Aud
             for row in _completions(path):
                 waiting += 1
                 found.rows += 1
+                found.positions += row.scalars["completion_tokens"]
                 if not ids.add(row.id):
                     found.problems.append(f"{path.name}: {row.id} is there twice")
                 problems = row_problems(to_table([row]), manifest.capture)

@@ -27,6 +27,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pipeline import verbs
 from pipeline.config import Config, check
 from pipeline.errors import EXIT_BROKEN, EXIT_OK, EXIT_STOPPED, InputError, PipelineError
+from pipeline.prompts.rows import BUNDLED
 
 # Keys that hold mappings: any name may be set below them.
 _OPEN_KEYS = ("engine.env.", "model.chat_template_kwargs.")
@@ -184,6 +185,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     """
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("models", models_folder, replace=True)
+    OmegaConf.register_new_resolver("where_bundled", where_bundled, replace=True)
     words = [_as_hydra(word) for word in overrides]
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -204,6 +206,11 @@ def conf_dir() -> Path:
 def models_folder(name: str) -> str:
     """Where ``./run.sh setup`` puts a model made without a hub."""
     return str(cache_dir() / "models" / name)
+
+
+def where_bundled(value: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
+    """``value`` where the chosen dataset has a bundled sample, else ``otherwise``."""
+    return value if _root_.dataset.path in BUNDLED else otherwise
 
 
 def cache_dir() -> Path:

@@ -22,6 +22,8 @@ from pipeline.prompts import read_prompts
 from pipeline.prompts.template import load_template
 from pipeline.records import Failure
 
+DEVICES = Path("/dev")
+
 Mark = Literal["ok", "warn", "BAD"]
 
 HICACHE_RESERVE_GB = 10 * 2**30 / 1e9
@@ -41,6 +43,8 @@ def examine(config: Config) -> Iterator[Check]:
     """Every check that the configuration calls for, in order."""
     yield _python()
     if config.engine.started_here:
+        if config.engine.kind == "gpu":
+            yield _gpus(config)
         yield from _sglang(config)
         yield _memory(config)
     else:
@@ -106,6 +110,13 @@ def _memory(config: Config) -> Check:
     advice = f"engine.hicache.size_gb={fitting}" if fitting >= 1 else "only engine.hicache.enabled=false"
     reserve = f"of which SGLang keeps {HICACHE_RESERVE_GB:.0f} GB free"
     return Check("BAD", "memory", f"{text}, {reserve}; {advice} would fit")
+
+
+def _gpus(config: Config) -> Check:
+    """Counts the device files of the NVIDIA driver, which a container has for the GPUs that it may use."""
+    found = len(list(DEVICES.glob("nvidia[0-9]*")))
+    needed = config.engine.tp_size * config.engine.replicas
+    return Check("ok" if found >= needed else "BAD", "gpu", f"{found} NVIDIA GPUs here, {needed} needed")
 
 
 def _attached(config: Config) -> Iterator[Check]:

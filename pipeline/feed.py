@@ -14,7 +14,8 @@ Tokenize = Callable[[Prompt], TokenizedPrompt | Failure]
 class PromptFeed:
     """An asynchronous iterator shared by all workers; it reads ahead ``window`` prompts and no further.
 
-    Reading, skipping and tokenising happen in a thread. ``skipped`` counts prompts that had their outcome already.
+    Reading, skipping and tokenising happen in a thread. ``skipped`` counts prompts that had their outcome already;
+    ``exhausted`` says that every prompt of the dataset was handed out or skipped.
     """
 
     def __init__(
@@ -28,10 +29,16 @@ class PromptFeed:
         self._one_at_a_time = asyncio.Lock()
         self._stopped = False
         self.skipped = 0
+        self._at_the_end = False
 
     def stop(self) -> None:
         """Hands out nothing more."""
         self._stopped = True
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no prompt is left to hand out."""
+        return self._at_the_end and not self._ready
 
     async def is_empty(self) -> bool:
         """Whether every prompt has its outcome already."""
@@ -61,5 +68,6 @@ class PromptFeed:
             else:
                 found.append(prompt if isinstance(prompt, Failure) else self._tokenize(prompt))
             if self._stopped or len(found) >= self._window:
-                break
+                return found
+        self._at_the_end = True
         return found

@@ -90,7 +90,8 @@ class Progress:
 
     def _left(self, done: int) -> str:
         new = done - self._rows_before
-        if not self._bar.total or new <= 0:
+        # The first rows to end are the short ones; before a fifth is done they tell nothing about the rest.
+        if not self._bar.total or new < 0.2 * (self._bar.total - self._rows_before):
             return ""
         return f", {max(self._bar.total - done, 0) * self.seconds / new:.0f} s left"
 

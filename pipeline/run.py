@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pipeline.config import Config, content_settings, fingerprint
 from pipeline.engine.fleet import Fleet
 from pipeline.engine.supervise import open_fleet, supervise
 from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, first_error
-from pipeline.feed import PromptFeed
+from pipeline.feed import PromptFeed, Tokenize
 from pipeline.progress import Progress
 from pipeline.prompts import read_prompts
 from pipeline.prompts.count import expected_prompts
@@ -72,25 +73,30 @@ async def run(config: Config, config_yaml: str, stop: Stop) -> Summary:
         EngineDown: an engine that we started is gone; what was generated is kept.
         StoreError: the folder cannot be written.
     """
-    template = load_template(config.model) if needs_tokenizer(config) else None
+    prompts = await asyncio.to_thread(read_prompts, config.dataset)
     check_disk(config)
+    template = await asyncio.to_thread(load_template, config.model) if needs_tokenizer(config) else None
     fresh = new_manifest(config, template)
     wanted = config.run
     folder = open_run(Path(wanted.dir), config.store, fresh, config_yaml, wanted.extend, wanted.retry_failed)
     try:
         with logs.to_file(folder.path / "logs" / "pipeline.log"):
-            return await fill(config, folder, template, stop)
+            feed = PromptFeed(prompts, folder.is_done, tokenize_with(template), READ_AHEAD)
+            return await fill(config, folder, feed, template, stop)
     finally:
         await asyncio.to_thread(folder.close)
 
 
-async def fill(config: Config, folder: RunFolder, template: PromptTemplate | None, stop: Stop) -> Summary:
+async def fill(
+    config: Config, folder: RunFolder, feed: PromptFeed, template: PromptTemplate | None, stop: Stop
+) -> Summary:
     """Generates what the open folder lacks; no engine is started where it lacks nothing."""
-    feed = open_feed(config, folder, template)
     if await feed.is_empty():
         await asyncio.to_thread(folder.finish)
         return summarize(folder, None, stop)
     folder.manifest.complete = False
+    if config.engine.started_here:
+        say_starting(config, folder)
     async with (
         open_session() as session,
         open_fleet(config, session, folder.path / "logs") as fleet,
@@ -107,7 +113,7 @@ async def fill(config: Config, folder: RunFolder, template: PromptTemplate | Non
         finally:
             folder.manifest.seconds += progress.seconds
             progress.close()
-    if stop.requested:
+    if not feed.exhausted:
         folder.save_manifest()
     else:
         await asyncio.to_thread(folder.finish)
@@ -190,10 +196,15 @@ async def seal_when_full(folder: RunFolder) -> None:
             await asyncio.to_thread(folder.seal_full)
 
 
-def open_feed(config: Config, folder: RunFolder, template: PromptTemplate | None) -> PromptFeed:
-    """The prompts of the dataset that have no outcome in the folder."""
-    tokenize = template.encode if template else lambda prompt: TokenizedPrompt(prompt, None)
-    return PromptFeed(read_prompts(config.dataset), folder.is_done, tokenize, READ_AHEAD)
+def tokenize_with(template: PromptTemplate | None) -> Tokenize:
+    """What makes ids of a prompt; without a template the server does."""
+    return template.encode if template else lambda prompt: TokenizedPrompt(prompt, None)
+
+
+def say_starting(config: Config, folder: RunFolder) -> None:
+    """Loading a model takes from half a minute to half an hour, and nothing else is shown meanwhile."""
+    engines = "an engine" if config.engine.replicas == 1 else f"{config.engine.replicas} engines"
+    print(f"starting {engines}, logs in {folder.path / 'logs'}", file=sys.stderr, flush=True)
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -239,5 +250,5 @@ def summarize(folder: RunFolder, progress: Progress | None, stop: Stop) -> Summa
         shards=len(folder.manifest.shards),
         session_tokens=progress.tokens if progress else 0,
         session_seconds=progress.seconds if progress else 0.0,
-        stopped=stop.requested,
+        stopped=stop.requested and not folder.manifest.complete,
     )

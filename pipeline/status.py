@@ -9,7 +9,9 @@ from typing import Any
 
 import orjson
 
+from pipeline.config import DatasetConfig
 from pipeline.progress import REPORT
+from pipeline.prompts.count import expected_prompts
 from pipeline.store import failures as failure_file
 from pipeline.store import manifest as manifest_file
 from pipeline.store.failures import read_failures
@@ -55,7 +57,7 @@ def read_status(folder: Path) -> Status:
         sealed=manifest.totals.rows,
         journalled=journalled,
         failures=failure_kinds(folder),
-        expected=report.get("expected"),
+        expected=report.get("expected") or expected_prompts(DatasetConfig(**manifest.content["dataset"])),
         last_report=report.get("text"),
     )
 

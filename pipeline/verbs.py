@@ -16,6 +16,7 @@ from pipeline.doctor import examine
 from pipeline.engine.supervise import open_fleet, supervise
 from pipeline.errors import EXIT_BAD_INPUT, EXIT_BROKEN, EXIT_OK, EXIT_STOPPED, InputError
 from pipeline.export import export as export_run
+from pipeline.prompts.rows import BUNDLED
 from pipeline.status import failure_kinds, read_status
 from pipeline.stop import Stop
 from pipeline.summary import opening_lines, totals_lines
@@ -40,7 +41,10 @@ def run(config: Config, config_yaml: str) -> int:
     say("")
     for line in totals_lines(summary.totals, failure_kinds(summary.folder)):
         say(line)
-    say(f"speed      {rate:.0f} tok/s over {summary.session_seconds:.0f} s in this session")
+    if summary.session_seconds:
+        say(f"speed      {rate:.0f} tok/s over {summary.session_seconds:.0f} s in this session")
+    else:
+        say("nothing was left to generate: every prompt has its outcome, and no engine was started or asked")
     say(f"shards     {summary.shards} in {summary.folder / 'shards'}")
     if summary.stopped:
         say("stopped on request; the same command goes on from here")
@@ -122,13 +126,15 @@ def first_line(config: Config) -> str:
     """What is about to be done, and on what: facts, whatever the profile was and whatever has been changed of it."""
     dataset, engine = config.dataset, config.engine
     rows = f"the first {dataset.limit} rows" if dataset.limit else "all rows"
-    source = "of the bundled sample" if dataset.source == "bundled" else f"of {dataset.path}"
+    bundled = dataset.source == "bundled" and dataset.path in BUNDLED
+    source = "of the bundled sample" if bundled else f"of {dataset.path}"
     cache = f", HiCache {'on' if engine.hicache.enabled else 'off'}" if engine.started_here else ""
     words = [
         f"profile={config.profile.name}: {rows} {source} ({dataset.name}), answered by {config.model.name}",
-        f"on {_ENGINES[engine.kind]}{cache}, into {config.run.dir}.",
+        f"in at most {config.sampling.max_new_tokens} tokens each on {_ENGINES[engine.kind]}{cache},",
+        f"into {config.run.dir}.",
     ]
-    if engine.kind == "cpu" and dataset.source == "bundled":
+    if engine.kind == "cpu" and bundled:
         words.append("No GPU and no network are needed.")
     if config.model.trust_remote_code:
         words.append("Code from the model's repository will run (model.trust_remote_code).")

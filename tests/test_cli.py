@@ -147,9 +147,7 @@ def test_the_default_profile_is_the_demo_and_says_so(demo: Config) -> None:
     assert (demo.profile.name, demo.engine.kind, demo.dataset.source) == ("demo", "cpu", "bundled")
     assert demo.engine.hicache.enabled
     line = verbs.first_line(demo)
-    assert line.startswith(
-        "profile=demo: the first 32 rows of the bundled sample (B2), answered by smollm2 on the real"
-    )
+    assert line.startswith("profile=demo: the first 32 rows of the bundled sample (B2), answered by smollm2 in at most")
     assert "HiCache on" in line
     assert line.endswith("No GPU and no network are needed.")
     assert demo.run.dir in line
@@ -158,8 +156,21 @@ def test_the_default_profile_is_the_demo_and_says_so(demo: Config) -> None:
 def test_the_first_line_tells_what_is_done_and_not_what_the_profile_was_for(demo: Config) -> None:
     config, _ = load_config(["engine=attach", URLS, "dataset.source=hub", "dataset.limit=null", "model=tiny"])
     line = verbs.first_line(config)
-    assert "all rows of nvidia/OpenCodeInstruct (B2), answered by tiny on running SGLang engines, into" in line
+    assert "all rows of nvidia/OpenCodeInstruct (B2), answered by tiny in at most 96 tokens" in line
+    assert "on running SGLang engines, into" in line
     assert "No GPU" not in line
+
+
+def test_the_demo_takes_a_sample_of_bundled_rows_and_all_of_your_own(tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    for words in (["dataset=local", f"dataset.path={data}"], ["dataset=B2", f"dataset.path={data}"]):
+        config, _ = load_config(words)
+        assert (config.dataset.limit, config.dataset.source) == (None, "hub")
+        assert f"all rows of {data}" in verbs.first_line(config)
+    for words in (["dataset=B1"], ["dataset=B1", "dataset.path=glaiveai/glaive-code-assistant-v3"]):
+        config, _ = load_config(words)
+        assert (config.dataset.limit, config.dataset.source) == (32, "bundled")
+    assert load_config(["dataset.limit=5"])[0].dataset.limit == 5
 
 
 def test_code_from_a_model_repository_is_said_aloud(demo: Config) -> None:

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from pipeline import doctor, verbs
-from pipeline.config import Config, ModelConfig
+from pipeline.config import Config, EngineConfig, ModelConfig
 from pipeline.doctor import Check, examine
 from pipeline.engine.command import EngineCommand
 from pipeline.engine.flags import FlagReport, OutdatedFlag, UnknownFlag
@@ -346,3 +346,13 @@ def test_available_memory_is_read_from_the_kernel(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Path, "read_text", lambda path: "MemTotal: 1 kB\n")
     with pytest.raises(OSError, match="no MemAvailable line"):
         doctor._available_memory_gb()
+
+
+def test_a_gpu_engine_needs_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    config = Config(engine=EngineConfig(kind="gpu", tp_size=2))
+    assert doctor._gpus(config) == Check("ok", "gpu", "2 NVIDIA GPUs here, 2 needed")
+    config.engine.tp_size = 4
+    assert doctor._gpus(config) == Check("BAD", "gpu", "2 NVIDIA GPUs here, 4 needed")

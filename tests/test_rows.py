@@ -418,7 +418,7 @@ def test_bundled_rows_of_an_installed_package_lie_inside_it(tmp_path: Path, monk
 
 def test_a_path_that_is_not_bundled(tmp_path: Path) -> None:
     text = refused(local("org/other", source="bundled"))
-    assert text.startswith("dataset.path: 'org/other' is neither bundled nor a local file or folder (accepted: glaive")
+    assert text.startswith("dataset.path: 'org/other' is neither bundled nor a local file or folder (accepted: a local")
 
 
 def test_a_bundled_file_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

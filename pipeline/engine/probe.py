@@ -125,7 +125,7 @@ async def _json(session: aiohttp.ClientSession, url: str, method: str, path: str
         async with session.request(method, url + path, json=body, timeout=timeout) as response:
             content = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise EngineDown(f"{url} does not answer: {str(error) or type(error).__name__}") from None
+        raise EngineDown(f"{url} does not answer: {words_of(error)}") from None
     if response.status == 404:
         raise _NoSuchPath(f"{url} answers, but is no SGLang engine (no {path})")
     if response.status != 200:
@@ -137,6 +137,11 @@ async def _json(session: aiohttp.ClientSession, url: str, method: str, path: str
     if not isinstance(found, dict):
         raise EngineDown(f"{url} answers, but is no SGLang engine ({path} is no object)")
     return found
+
+
+def words_of(error: BaseException) -> str:
+    """An error's text, without the note on TLS that aiohttp adds for every address."""
+    return str(error).replace(" ssl:default", "") or type(error).__name__
 
 
 def _names(*values: str | None) -> set[str]:

@@ -60,7 +60,11 @@ def _open(dataset: DatasetConfig) -> Iterator[Row]:
     if os.path.exists(path):
         return _local(dataset, path)
     if dataset.source == "bundled":
-        raise InputError("dataset.path", f"{dataset.path!r} is neither bundled nor a local file or folder", BUNDLED)
+        raise InputError(
+            "dataset.path",
+            f"{dataset.path!r} is neither bundled nor a local file or folder",
+            f"a local file or folder, or with dataset.source=bundled one of {', '.join(BUNDLED)}",
+        )
     if not looks_like_hub_id(dataset.path) or is_file_name(dataset.path):
         raise InputError("dataset.path", f"{dataset.path!r} does not exist", "a local file or folder, or a hub id")
     return hub_rows(dataset)
