@@ -178,13 +178,15 @@ class ClientConfig:
 @dataclass
 class StoreConfig:
     """``sync_interval_s``: the longest an outcome waits for its fsync. ``min_free_gb`` (1e9 bytes): a run is not
-    started with less disk than this."""
+    started with less disk than this. ``mirror``: where a second copy of each sealed shard goes, a folder on any
+    filesystem that pyarrow or fsspec knows."""
 
     rows_per_shard: int = 1000
     sync_interval_s: float = 1.0
     compression: str = "zstd"
     compression_level: int = 3
     min_free_gb: float = 1.0
+    mirror: Optional[str] = None
 
 
 @dataclass

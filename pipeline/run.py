@@ -25,7 +25,7 @@ from pipeline.client.open import open_endpoint
 from pipeline.config import Config, content_settings, fingerprint
 from pipeline.engine.fleet import Fleet
 from pipeline.engine.supervise import open_fleet, supervise
-from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, first_error
+from pipeline.errors import EXIT_OK, EXIT_SOME_FAILED, EXIT_STOPPED, InputError, PipelineError, StoreError, first_error
 from pipeline.feed import PromptFeed, Tokenize
 from pipeline.progress import Progress
 from pipeline.prompts import read_prompts
@@ -33,7 +33,7 @@ from pipeline.prompts.count import expected_prompts
 from pipeline.prompts.template import PromptTemplate, load_template
 from pipeline.records import Failure, Segment, TokenizedPrompt, Totals
 from pipeline.stop import Stop
-from pipeline.store import Manifest, RunFolder, open_run
+from pipeline.store import Manifest, Mirror, RunFolder, open_run
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ async def run(config: Config, config_yaml: str, stop: Stop) -> Summary:
     """
     prompts = await asyncio.to_thread(read_prompts, config.dataset)
     check_disk(config)
+    open_mirror(config)
     template = await asyncio.to_thread(load_template, config.model) if needs_tokenizer(config) else None
     fresh = new_manifest(config, template)
     wanted = config.run
@@ -92,7 +93,7 @@ async def fill(
 ) -> Summary:
     """Generates what the open folder lacks; no engine is started where it lacks nothing."""
     if await feed.is_empty():
-        await asyncio.to_thread(folder.finish)
+        await asyncio.to_thread(finish, folder, open_mirror(config))
         return summarize(folder, None, stop)
     folder.manifest.complete = False
     if config.engine.started_here:
@@ -116,7 +117,7 @@ async def fill(
     if not feed.exhausted:
         folder.save_manifest()
     else:
-        await asyncio.to_thread(folder.finish)
+        await asyncio.to_thread(finish, folder, open_mirror(config))
     return summarize(folder, progress, stop)
 
 
@@ -128,7 +129,7 @@ async def generate(
         async with asyncio.TaskGroup() as background:
             tasks = [
                 background.create_task(sync_regularly(desk.folder, config.store.sync_interval_s)),
-                background.create_task(seal_when_full(desk.folder)),
+                background.create_task(seal_when_full(desk.folder, open_mirror(config))),
                 background.create_task(supervise(config, fleet, session)),
                 background.create_task(progress.show(session, fleet)),
             ]
@@ -188,12 +189,34 @@ async def sync_regularly(folder: RunFolder, interval_s: float) -> None:
         await asyncio.to_thread(folder.sync)
 
 
-async def seal_when_full(folder: RunFolder) -> None:
-    """Turns full journals into shards while the run goes on."""
+async def seal_when_full(folder: RunFolder, mirror: Mirror | None) -> None:
+    """Turns full journals into shards, and copies those to the mirror, while the run goes on."""
     while True:
         await asyncio.sleep(0.2)
         if folder.waiting_to_seal:
             await asyncio.to_thread(folder.seal_full)
+            if mirror is not None:
+                await asyncio.to_thread(mirror_or_warn, folder, mirror)
+
+
+def mirror_or_warn(folder: RunFolder, mirror: Mirror) -> None:
+    """A mirror that is away must not stop the engine: what is missing there is copied later, at the latest at the
+    end, where a failure counts."""
+    try:
+        folder.mirror_sealed(mirror)
+    except StoreError as error:
+        log.warning("not mirrored yet: %s", error)
+
+
+def finish(folder: RunFolder, mirror: Mirror | None) -> None:
+    """Seals and mirrors what is left, and marks the run complete.
+
+    Raises:
+        StoreError: the disk or the mirror refused; the same command tries again.
+    """
+    folder.finish()
+    if mirror is not None:
+        folder.mirror_sealed(mirror)
 
 
 def tokenize_with(template: PromptTemplate | None) -> Tokenize:
@@ -211,6 +234,11 @@ def open_session() -> aiohttp.ClientSession:
     """The HTTP connections of a run: as many as there are requests in flight, each reused."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+def open_mirror(config: Config) -> Mirror | None:
+    """Where second copies of shards go, if anywhere."""
+    return Mirror(config.store.mirror) if config.store.mirror else None
 
 
 def needs_tokenizer(config: Config) -> bool:

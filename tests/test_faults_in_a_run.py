@@ -183,3 +183,19 @@ class TestRunsAgainstADouble:
         error = capsys.readouterr().err.strip()
         assert error.startswith("error: engine.urls: http://127.0.0.1:9 does not answer")
         assert len(error.splitlines()) == 1
+
+    def test_a_mirror_that_is_away_costs_nothing_but_the_last_word(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder, copy = tmp_path / "run", tmp_path / "copy"
+        copy.write_text("a file where the folder should be")
+        with running(EngineDouble()) as double:
+            assert main(words(folder, double.url, f"store.mirror=file://{copy}")) == 1
+            assert "could not be copied to file://" in capsys.readouterr().err
+            assert (audit(folder).problems, audit(folder).rows) == ([], 12)
+            copy.unlink()
+            asked = len(double.requests)
+            assert main(words(folder, double.url, f"store.mirror=file://{copy}")) == 0
+            assert len(double.requests) == asked
+        names = {path.name for path in copy.iterdir()}
+        assert names == {path.name for path in (folder / "shards").iterdir()}

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from pipeline.store.failures import FailureLog, read_failures
 from pipeline.store.journal import MAGIC, JournalWriter, read_records
 from pipeline.store.lock import FolderLock
 from pipeline.store.manifest import Capture, Manifest, ShardEntry
+from pipeline.store.mirror import Mirror
 from pipeline.store.rows import (
     COMPLETION,
     SEGMENT,
@@ -92,6 +93,7 @@ class RunFolder:
         self._folder_lock = lock
         self._state = threading.RLock()
         self._sealing = threading.Lock()
+        self._mirroring = threading.Lock()
         self._full: list[_Part] = []
         self._current: _Part | None = None
         self._segments: dict[str, list[_Extent]] = {}
@@ -205,6 +207,23 @@ class RunFolder:
             while self._full:
                 sealed.append(self._seal(self._full[0]))
         return sealed
+
+    def mirror_sealed(self, mirror: Mirror) -> int:
+        """Copies every sealed shard that has no confirmed copy yet; returns how many were copied.
+
+        Raises:
+            StoreError: a copy failed; those before it are confirmed.
+        """
+        with self._mirroring:
+            copied = 0
+            for entry in [entry for entry in self.manifest.shards if not entry.mirrored]:
+                mirror.put(self.path / "shards" / entry.name, entry)
+                with self._state:
+                    at = self.manifest.shards.index(entry)
+                    self.manifest.shards[at] = replace(entry, mirrored=True)
+                    self.save_manifest()
+                copied += 1
+            return copied
 
     def finish(self) -> None:
         """Seals what is left and marks the run complete."""

@@ -31,12 +31,14 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """One sealed shard: its file name in ``shards/``, its size, and the SHA-256 (hex) of the file."""
+    """One sealed shard: its file name in ``shards/``, its size, the SHA-256 (hex) of the file, and whether a copy in
+    ``store.mirror`` was read back and found equal."""
 
     name: str
     rows: int
     bytes: int
     sha256: str
+    mirrored: bool = False
 
 
 @dataclass(slots=True)
