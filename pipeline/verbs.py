@@ -94,7 +94,7 @@ def status(config: Config, config_yaml: str) -> int:
     for line in [failures, *of_shards] if found.sealed else [failures]:
         say(line)
     if found.last_report:
-        say(f"{'now' if found.live else 'last'}        {found.last_report}")
+        say(f"{'now' if found.live else 'last':<11}{found.last_report}")
     return EXIT_OK
 
 
