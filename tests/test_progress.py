@@ -279,7 +279,7 @@ def test_a_run_that_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[1] == "outcomes   6 of 9: 3 rows in 1 shards, 2 in the journal, 1 failures"
     assert lines[2] == "failures   1 (1 timeout), listed in failures.jsonl"
     assert lines[3] == "tokens     6 generated, 2 a row"
-    assert lines[-1].startswith("last        6/9 rows, ")
+    assert lines[-1].startswith("last       6/9 rows, ")
 
 
 def test_a_run_that_is_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
