@@ -18,7 +18,7 @@ from pipeline.client.faults import RequestFault
 from pipeline.client.retry import attempts
 from pipeline.client.segments import join, output_so_far
 from pipeline.config import ClientConfig, SamplingConfig
-from pipeline.engine.fleet import Engine, Fleet
+from pipeline.engine.fleet import Engine, Fleet, Seat
 from pipeline.prompts.template import PromptTemplate
 from pipeline.records import Answer, Completion, Failure, Message, Prompt, Segment, TokenizedPrompt
 
@@ -53,14 +53,13 @@ class Completer:
         Faults of the request become a Failure; whatever else goes wrong is raised.
         """
         segments = list(begun)
-        engine: Engine | None = None
         try:
             self._refuse_too_long(prompt)
-            while limit := self._tokens_to_ask_for(prompt, segments):
-                if len(segments) > len(begun):
-                    await keep(len(segments) - 1, segments[-1])
-                engine, segment = await self._segment(self._request(prompt, segments, limit), engine)
-                segments.append(segment)
+            async with self.fleet.seat() as seat:
+                while limit := self._tokens_to_ask_for(prompt, segments):
+                    if len(segments) > len(begun):
+                        await keep(len(segments) - 1, segments[-1])
+                    segments.append(await self._segment(self._request(prompt, segments, limit), seat))
         except _GivenUp as given_up:
             made = given_up.attempts + sum(segment.attempts for segment in segments)
             return failure_of(prompt.prompt, given_up.fault, made)
@@ -88,23 +87,25 @@ class Completer:
         ids = None if prompt.prompt_ids is None else output_so_far(prompt.prompt_ids, segments)
         return Request(prompt.prompt, ids, limit, seed_of(self.sampling.seed, prompt.prompt.id))
 
-    async def _segment(self, request: Request, prefer: Engine | None) -> tuple[Engine, Segment]:
+    async def _segment(self, request: Request, seat: Seat) -> Segment:
         started = time.monotonic()
         made = 0
         try:
             async for attempt in attempts(self.client):
                 with attempt:
                     made = attempt.retry_state.attempt_number
-                    async with self.fleet.lease(prefer) as engine:
-                        answer = await self._ask(engine, request)
+                    engine = await seat.take()
+                    answer = await self._ask(engine, request, seat)
         except RequestFault as fault:
             raise _GivenUp(fault, made) from None
-        return engine, Segment(answer, made, time.monotonic() - started, engine.name)
+        return Segment(answer, made, time.monotonic() - started, engine.name)
 
-    async def _ask(self, engine: Engine, request: Request) -> Answer:
+    async def _ask(self, engine: Engine, request: Request, seat: Seat) -> Answer:
         try:
             return await self.endpoint.answer(engine.url, request)
         except RequestFault as fault:
+            # The pause before the next attempt is somebody else's turn.
+            await seat.leave()
             if fault.connection:
                 fault.engine_lost = await self.fleet.lost(engine)
             raise

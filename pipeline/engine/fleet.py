@@ -61,16 +61,13 @@ class Fleet:
         return any(engine.down is None for engine in self.engines)
 
     @asynccontextmanager
-    async def lease(self, prefer: Engine | None = None) -> AsyncIterator[Engine]:
-        """An engine for one request; waits while all are at their limit or down. ``prefer`` is taken if it can be:
-        the engine that has the beginning of the answer in its cache."""
-        engine = await self._take(prefer)
+    async def seat(self) -> AsyncIterator[Seat]:
+        """A place for one answer; whatever engine it is at is left at the end."""
+        seat = Seat(self)
         try:
-            yield engine
+            yield seat
         finally:
-            async with self._changed:
-                engine.outstanding -= 1
-                self._changed.notify()
+            await seat.leave()
 
     async def lost(self, engine: Engine) -> bool:
         """To be called when a connection to an engine broke: whether the engine is gone, rather than the one
@@ -95,17 +92,42 @@ class Fleet:
             engine.went_down.clear()
             self._changed.notify_all()
 
-    async def _take(self, prefer: Engine | None) -> Engine:
+    async def take(self) -> Engine:
+        """Counts one more request at the engine that has the least; waits while all are at their limit or down."""
         async with self._changed:
             await self._changed.wait_for(self._free)
-            free = self._free()
-            engine = (
-                prefer
-                if prefer is not None and prefer in free
-                else min(free, key=lambda engine: engine.outstanding / engine.limit)
-            )
+            engine = min(self._free(), key=lambda engine: engine.outstanding / engine.limit)
             engine.outstanding += 1
             return engine
 
+    async def give_back(self, engine: Engine) -> None:
+        """Counts one request less."""
+        async with self._changed:
+            engine.outstanding -= 1
+            self._changed.notify()
+
     def _free(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.down is None and engine.outstanding < engine.limit]
+
+
+class Seat:
+    """A place at one engine, kept from one segment of an answer to the next: that engine has the beginning in its
+    cache. It is given up when a request fails or the engine is down, and another is taken for the next request."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._engine: Engine | None = None
+
+    async def take(self) -> Engine:
+        """The engine for the next request."""
+        if self._engine is not None and self._engine.down is not None:
+            await self.leave()
+        if self._engine is None:
+            self._engine = await self._fleet.take()
+        return self._engine
+
+    async def leave(self) -> None:
+        """Gives the place up."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await self._fleet.give_back(engine)
